@@ -1,0 +1,45 @@
+# Everything runs from .venv, which is made when it is missing or when a requirements file is newer.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+WORKDIR ?= runs/quickstart
+ARGS ?=
+
+.PHONY: train test lint test-slow test-parity check-gpu setup clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: requirements.txt requirements-dev.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "VenusRL needs Python 3.11 or newer; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements-dev.txt
+	touch $@
+
+# The quick start: two cores, under ten minutes. Run again to go on; WORKDIR=runs/other for another run.
+train: setup
+	$(BIN)/python -m launchers.train --config=configs/quickstart.py --workdir=$(WORKDIR) $(ARGS)
+
+# The fast suite.
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+# Minutes long: kill -9 and resume of whole runs.
+test-slow: setup
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# Against other implementations of the same thing (llama.cpp); installs the parity extra.
+test-parity: setup
+	$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements-parity.txt
+	$(BIN)/python -m pytest -m parity $(ARGS)
+
+# One short script for whatever accelerator JAX finds; says so where there is none.
+check-gpu: setup
+	$(BIN)/python -m launchers.check_gpu
+
+clean:
+	rm -rf $(VENV) .pytest_cache .hypothesis .ruff_cache .import_linter_cache

@@ -1,0 +1,27 @@
+"""Quick start: a tiny Qwen3 learns to repair small Python projects, on a laptop's CPU.
+
+make train
+python -m launchers.train --config=configs/quickstart.py
+"""
+
+from ml_collections import config_dict
+
+from configs import base
+
+
+def get_config(arg: str = "") -> config_dict.ConfigDict:
+    """arg: "smoke" for two small updates (tests)."""
+    c = base.get_config()
+    c.model.name = "tiny"
+    c.model.checkpoint = "envs/repair/warmstart"
+    c.steps = 60
+    c.batch_groups = 8
+    c.learner.learning_rate = 3e-4
+    c.eval.every = 20
+    c.eval.tasks = 200
+    if arg == "smoke":
+        c.steps, c.batch_groups, c.group_size, c.eval.tasks, c.checkpoint.every = 2, 2, 4, 8, 1
+        c.env.train_tasks, c.rollout.slots = 16, 8
+    elif arg:
+        raise ValueError(f"configs/quickstart.py: argument {arg!r} is unknown; use 'smoke' or none")
+    return c

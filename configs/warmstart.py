@@ -1,0 +1,31 @@
+"""The start of the quick start: a tiny model taught format and tool use on scripted demonstrations.
+
+    python -m launchers.warmstart --config=configs/warmstart.py
+
+Writes envs/repair/warmstart (model.safetensors, config.json, tokenizer.json), which is in the repository; run it
+only to make that folder again.
+"""
+
+from ml_collections import config_dict
+
+
+def get_config(arg: str = "") -> config_dict.ConfigDict:
+    """arg: "smoke" for a few steps (tests)."""
+    c = config_dict.ConfigDict()
+    c.seed = 0
+    c.out = "envs/repair/warmstart"
+    c.model = config_dict.create(name="tiny", dtype="float32")
+    c.vocab_texts = 3000  # demonstrations the tokenizer is trained on
+    c.tasks = 20_000  # training tasks that demonstrations are drawn from
+    c.steps = 700
+    c.demos_per_step = 40
+    c.learning_rate = 2e-3
+    c.warmup_steps = 50
+    c.habits = config_dict.create(check=0.5, retry=0.4, max_edits=3)
+    c.row_length = 512
+    c.rows_per_part = 8
+    if arg == "smoke":
+        c.vocab_texts, c.steps, c.demos_per_step = 100, 2, 8
+    elif arg:
+        raise ValueError(f"configs/warmstart.py: argument {arg!r} is unknown; use 'smoke' or none")
+    return c

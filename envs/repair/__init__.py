@@ -1,0 +1,1 @@
+"""Repair: a small Python project with one bug; the agent reads, edits, may check, and submits."""

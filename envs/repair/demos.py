@@ -1,0 +1,73 @@
+"""Scripted demonstrations for the warm start: format and tool use are right, judgement is not.
+
+The first fix is drawn evenly from the three other variants, whatever the documentation says, so it is right one time
+in three; a failed check is followed up only sometimes. Observations are computed here, character for character what
+a sandbox answers (a test compares them).
+"""
+
+import dataclasses
+
+import numpy as np
+
+from envs import shell
+from envs.repair.env import SUBMIT
+from envs.repair.tasks import RepairTask, evaluate
+
+
+@dataclasses.dataclass(frozen=True)
+class Habits:
+    """How the scripted agent behaves.
+
+    Attributes:
+      check: probability of running the check after an edit.
+      retry: probability of another edit after a failed check, instead of submitting.
+      max_edits: edits at most.
+    """
+
+    check: float = 0.5
+    retry: float = 0.4
+    max_edits: int = 3
+
+
+def read_command(task: RepairTask) -> str:
+    return f"cat -n {task.path}"
+
+
+def edit_command(task: RepairTask, text: str) -> str:
+    return f"sed -i '{task.line}c\\{text}' {task.path}"
+
+
+CHECK_COMMAND = "python3 check.py"
+
+
+def show_file(task: RepairTask) -> str:
+    """What `cat -n` of the faulty file prints."""
+    lines = task.source.removesuffix("\n").split("\n")
+    return "\n".join(f"{i:6d}\t{line}" for i, line in enumerate(lines, 1))
+
+
+def show_check(task: RepairTask, source: str) -> str:
+    """What the visible check prints for `source`."""
+    right = task.with_line(task.candidates[task.right])
+    got, want = (evaluate(s, task.function, task.visible) for s in (source, right))
+    for args, g, w in zip(task.visible, got, want, strict=True):
+        if g != w:
+            return f"FAIL {args}: {g}, not {w}\n[exit 1]"
+    return "ok"
+
+
+def demonstrate(task: RepairTask, rng: np.random.Generator, habits: Habits = Habits()) -> list[tuple[str, str]]:
+    """One demonstration: (reply, observation) of each turn; the last reply submits and its observation is ""."""
+    turns = [(shell.block(read_command(task)), show_file(task))]
+    current = task.wrong
+    for _ in range(habits.max_edits):
+        current = int(rng.choice([i for i in range(len(task.candidates)) if i != current]))
+        text = task.candidates[current]
+        turns.append((shell.block(edit_command(task, text)), "[done]"))
+        if rng.random() >= habits.check:
+            break
+        answer = show_check(task, task.with_line(text))
+        turns.append((shell.block(CHECK_COMMAND), answer))
+        if answer == "ok" or rng.random() >= habits.retry:
+            break
+    return [*turns, (shell.block(SUBMIT), "")]

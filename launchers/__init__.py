@@ -1,0 +1,1 @@
+"""Programs. Each is `python -m launchers.NAME --help`."""

@@ -1,0 +1,188 @@
+"""The composition root: a configuration becomes a model, a learner, workers, sandboxes and tasks.
+
+The one place that knows them all. Nothing here decides anything.
+"""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import jax
+from ml_collections import config_dict
+
+from envs.repair.env import RepairTasks
+from venusrl.coordinator.coordinator import Coordinator, CoordinatorOptions
+from venusrl.coordinator.prompts import PromptStream
+from venusrl.core.clock import WallClock
+from venusrl.core.env import TaskSet
+from venusrl.core.errors import ConfigError
+from venusrl.learner.learner import Learner, LearnerOptions
+from venusrl.learner.objectives import make_objective
+from venusrl.learner.publish import publish
+from venusrl.learner.sharding import make_mesh
+from venusrl.learner.state import make_optimizer
+from venusrl.learner.step import StepOptions
+from venusrl.models import hf
+from venusrl.models.chat import ChatFormat
+from venusrl.models.config import ModelConfig, model_config
+from venusrl.models.tokenizer import Tokenizer
+from venusrl.rollout.engine.engine import Engine, EngineOptions
+from venusrl.rollout.engine.jax_worker import JaxWorker
+from venusrl.rollout.service import RolloutOptions, RolloutService
+from venusrl.sandbox import SandboxPool
+from venusrl.scheduling import make_policy
+
+
+def use_compile_cache() -> None:
+    """Keeps compiled programs in the user's cache, so that a second start compiles nothing."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "venusrl" / "jax"
+    jax.config.update("jax_compilation_cache_dir", str(cache))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A shape, a tokenizer with its chat format, and the parameters to start from."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer
+    chat: ChatFormat
+    params: dict
+
+
+def load_model(config: config_dict.ConfigDict) -> Model:
+    """Reads the model that `config.model` names.
+
+    Raises:
+      ConfigError: an unknown source, or a tokenizer that does not fit the model.
+      CheckpointError: the weights are missing, damaged or of another model.
+    """
+    m = config.model
+    shape = model_config(m.name, dtype=m.dtype, remat=m.remat)
+    if m.source == "hf":
+        tokenizer = Tokenizer.load(Path(m.checkpoint) / "tokenizer.json")
+        chat = ChatFormat(tokenizer)
+        params = hf.load(m.checkpoint, shape)
+    else:
+        raise ConfigError(f"model.source={m.source!r} is unknown; use 'hf'")
+    if tokenizer.vocab_size > shape.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, model.name={m.name!r} only {shape.vocab_size}"
+        )
+    return Model(shape, tokenizer, chat, params)
+
+
+def make_learner(config: config_dict.ConfigDict, shape: ModelConfig) -> Learner:
+    """The learner, without a state."""
+    o = config.learner
+    options = {}
+    if o.objective == "grpo":
+        options = {k: o[k] for k in ("clip_low", "clip_high", "tis_cap", "kl_coef", "entropy_coef")}
+    if o.row_length < config.rollout.max_length:
+        raise ConfigError(
+            f"learner.row_length={o.row_length} is below rollout.max_length={config.rollout.max_length}; "
+            "a long trajectory would not fit"
+        )
+    optimizer = make_optimizer(
+        o.learning_rate,
+        warmup_steps=o.warmup_steps,
+        total_steps=o.decay_steps,
+        final_fraction=o.final_fraction,
+        b1=o.b1,
+        b2=o.b2,
+        weight_decay=o.weight_decay,
+        clip_norm=o.clip_norm,
+    )
+    return Learner(
+        shape,
+        make_objective(o.objective, options),
+        optimizer,
+        make_mesh(tuple(o.mesh)),
+        StepOptions(config.rollout.temperature or 1.0, o.logprob_chunk),
+        LearnerOptions(o.row_length, o.rows_per_part, o.minibatches, o.max_skipped),
+    )
+
+
+def make_coordinator(config: config_dict.ConfigDict) -> Coordinator:
+    options = CoordinatorOptions(
+        group_size=config.group_size,
+        batch_groups=config.batch_groups,
+        async_factor=config.async_factor,
+        max_refills=config.max_refills,
+        total_groups=config.steps * config.batch_groups,
+        seed=config.seed,
+    )
+    return Coordinator(PromptStream(config.env.train_tasks, config.seed), options)
+
+
+def make_tasks(config: config_dict.ConfigDict, pool: SandboxPool, split: str) -> TaskSet:
+    """The "train" or "heldout" tasks that `config.env` names.
+
+    Raises:
+      ConfigError: no such environment.
+    """
+    e = config.env
+    kinds = {"repair": RepairTasks}
+    if e.name not in kinds:
+        raise ConfigError(f"env.name={e.name!r} is unknown; one of {', '.join(kinds)}")
+    count = e.train_tasks if split == "train" else e.heldout_tasks
+    return kinds[e.name](pool, split, count, seed=e.seed, max_turns=e.max_turns, command_s=e.command_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    """Everything that generates: sandboxes, tasks, workers and the services that drive them."""
+
+    pool: SandboxPool
+    train_tasks: TaskSet
+    heldout_tasks: TaskSet
+    worker: JaxWorker
+    training: RolloutService
+    evaluation: RolloutService
+
+
+@contextlib.asynccontextmanager
+async def open_rollout(config: config_dict.ConfigDict, model: Model, params, version: int) -> AsyncIterator[Rollout]:
+    """Starts sandboxes and a worker with `params` (the learner's; a copy is made); stops them on the way out."""
+    r = config.rollout
+    engine = Engine(
+        model.config,
+        publish(params, model.config.dtype),
+        version,
+        model.chat.stop_tokens,
+        EngineOptions(
+            slots=r.slots,
+            max_length=r.max_length,
+            decode_steps=r.decode_steps,
+            prefill_rows=tuple(r.prefill_rows),
+            prefill_tokens=tuple(r.prefill_tokens),
+            read_lengths=tuple(r.read_lengths),
+            keep_kv=r.keep_kv,
+        ),
+    )
+    worker = JaxWorker("jax-0", engine)
+    clock = WallClock()
+
+    def service(temperature: float) -> RolloutService:
+        options = RolloutOptions(temperature, r.max_tokens, r.env_s)
+        return RolloutService({worker.name: worker}, make_policy(config.scheduler.name), model.chat, clock, options)
+
+    async with SandboxPool(max_sandboxes=config.sandbox.max_sandboxes) as pool:
+        await worker.start()
+        training, evaluation = service(r.temperature), service(config.eval.temperature)
+        try:
+            yield Rollout(
+                pool,
+                make_tasks(config, pool, "train"),
+                make_tasks(config, pool, "heldout"),
+                worker,
+                training,
+                evaluation,
+            )
+        finally:
+            await training.close()
+            await evaluation.close()
+            await worker.close()

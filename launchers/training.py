@@ -1,0 +1,329 @@
+"""The training run: groups out, batches in, new weights out, until the steps are done or somebody asks to stop."""
+
+import asyncio
+import dataclasses
+import logging
+import signal
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+from ml_collections import config_dict
+
+from launchers import system
+from launchers.configuration import save_config
+from venusrl.core.errors import CheckpointError, ConfigError, VenusError
+from venusrl.core.group import Batch, Group
+from venusrl.core.trajectory import Status, Trajectory
+from venusrl.learner.checkpoint import Checkpointer
+from venusrl.learner.publish import publish
+from venusrl.observe.intervals import wilson
+from venusrl.observe.plots import reward_plot
+from venusrl.observe.progress import Progress, summary_table
+from venusrl.observe.run_log import RunLog, read_jsonl
+from venusrl.rollout.evaluation import evaluate
+
+
+@dataclasses.dataclass
+class Clocks:
+    """Attributes:
+    train_s: seconds of training so far, over restarts; evaluation and start-up are not in it.
+    resumed: seconds when it was last switched on; None while off.
+    """
+
+    train_s: float = 0.0
+    resumed: float | None = None
+
+    def on(self) -> None:
+        self.resumed = time.monotonic()
+
+    def off(self) -> None:
+        if self.resumed is not None:
+            self.train_s += time.monotonic() - self.resumed
+            self.resumed = None
+
+    @property
+    def minutes(self) -> float:
+        running = time.monotonic() - self.resumed if self.resumed is not None else 0.0
+        return (self.train_s + running) / 60
+
+
+class TrainingRun:
+    """One run in one folder; started again in the same folder, it goes on."""
+
+    def __init__(self, config: config_dict.ConfigDict, workdir: str):
+        self.config = config
+        self.workdir = Path(workdir)
+        self.model = system.load_model(config)
+        self.learner = system.make_learner(config, self.model.config)
+        self.coordinator = system.make_coordinator(config)
+        self.workdir.mkdir(parents=True, exist_ok=True)
+        self.checkpoints = Checkpointer(self.workdir / "checkpoints", config.checkpoint.keep)
+        self.checkpoint_failures = 0
+        self.clocks = Clocks()
+        self.stopping = False
+        self.last: dict[str, float] = {}
+        self.heldout: list[tuple[int, float]] = []
+        resumed = self._restore()
+        save_config(config, self.workdir)
+        self.log = RunLog(self.workdir, resumed)
+        self.progress = Progress(self._status, f"VenusRL {self.workdir}")
+        self._rollout: system.Rollout | None = None
+        self._stop_event: asyncio.Event | None = None
+
+    @property
+    def step(self) -> int:
+        """Updates done."""
+        return self.coordinator.version
+
+    async def run(self) -> None:
+        """Trains to the end, or until SIGINT or SIGTERM; saves either way."""
+        self._stop_event = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.stop)
+        with self.progress:
+            params = self.learner.state.params
+            async with system.open_rollout(self.config, self.model, params, self.step) as rollout:
+                self._rollout = rollout
+                if self.step == 0:
+                    await self._evaluate()
+                await self._train()
+                if self._finished() and not (self.heldout and self.heldout[-1][0] == self.step):
+                    await self._evaluate()
+                self._save(final=True)
+        self._close()
+
+    def stop(self) -> None:
+        """Asks to save and leave; a second time is no different."""
+        self.stopping = True
+        self._stop_event.set()
+        self.progress.line("stopping: saving the run; the same command goes on from here")
+
+    # The loop
+
+    async def _train(self) -> None:
+        for trajectory in self.coordinator.restart_unfinished():
+            self._start(trajectory)
+        self.clocks.on()
+        mark = time.monotonic()
+        while not self._finished() and not self.stopping:
+            for group in self.coordinator.admit():
+                self._rollout.training.open_group(group)
+                for trajectory in group.trajectories:
+                    self._start(trajectory)
+            batch = self.coordinator.take_batch()
+            if batch is None:
+                await self._next_outcome()
+            elif await self._update(batch, mark):
+                await self._after_update()
+                mark = time.monotonic()
+        self.clocks.off()
+
+    async def _next_outcome(self) -> None:
+        """Waits for a trajectory to end, or for somebody to ask to stop."""
+        ended = asyncio.ensure_future(self._rollout.training.outcomes.get())
+        stop = asyncio.ensure_future(self._stop_event.wait())
+        done, waiting = await asyncio.wait({ended, stop}, return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting:
+            task.cancel()
+        if ended not in done:
+            return
+        outcome = ended.result()
+        group = self.coordinator.group(outcome.trajectory.group_id)
+        if group is None:
+            return  # its group has failed meanwhile
+        if outcome.lost is None:
+            if self.coordinator.trajectory_done(outcome.trajectory) is not None:
+                self._rollout.training.close_group(group.id)
+            return
+        fresh = self.coordinator.trajectory_lost(outcome.trajectory, outcome.lost)
+        if fresh is not None:
+            self._start(fresh)
+        else:
+            self._group_failed(group)
+
+    def _group_failed(self, group: Group) -> None:
+        for trajectory in group.trajectories:
+            self._rollout.training.cancel(trajectory.id)
+        self._rollout.training.close_group(group.id)
+        logging.warning("group %s (prompt %d) failed: %s", group.id, group.prompt_id, group.reasons[-1])
+        failed = self.coordinator.counters.failed
+        if failed > self.config.max_failed_groups:
+            raise VenusError(
+                f"{failed} groups failed (max_failed_groups={self.config.max_failed_groups}); the last because of "
+                f"{group.reasons[-1]}. Fix the task or the sandbox, then run the same command again"
+            )
+
+    async def _update(self, batch: Batch, mark: float) -> bool:
+        waited = time.monotonic() - mark
+        metrics = await asyncio.to_thread(self.learner.update, batch, lambda: self.stopping)
+        if metrics is None:
+            self.coordinator.give_back(batch)
+            return False
+        version = batch.version + 1
+        await self._rollout.training.update_weights(
+            publish(self.learner.state.params, self.model.config.dtype), version
+        )
+        self.coordinator.published(version)
+        self.clocks.off()
+        self.clocks.on()
+        self._record(batch, metrics, waited, time.monotonic() - mark)
+        return True
+
+    async def _after_update(self) -> None:
+        c = self.config
+        if c.eval.every and self.step % c.eval.every == 0:
+            self.clocks.off()
+            await self._evaluate()
+            self.clocks.on()
+        if self.step % c.checkpoint.every == 0:
+            self._save()
+
+    def _finished(self) -> bool:
+        limit = self.config.max_minutes
+        return self.step >= self.config.steps or bool(limit and self.clocks.minutes >= limit)
+
+    def _start(self, trajectory: Trajectory) -> None:
+        group = self.coordinator.group(trajectory.group_id)
+        self._rollout.training.start(trajectory, self._rollout.train_tasks.make(group.prompt_id))
+
+    # What it says of itself
+
+    def _record(self, batch: Batch, metrics: dict[str, float], waited: float, took: float) -> None:
+        rewards = [t.reward for t in batch.trajectories]
+        staleness = batch.staleness()
+        load = self._rollout.worker.load()
+        c = self.coordinator.counters
+        self.last = {
+            "reward": statistics.fmean(rewards),
+            "groups_mixed": float(sum(len(set(g.rewards)) > 1 for g in batch.groups)),
+            **metrics,
+            "staleness_mean": statistics.fmean(staleness),
+            "staleness_max": float(max(staleness)),
+            "rollout_wait_s": waited,
+            "step_s": took,
+            "tokens_per_s": metrics["tokens"] / took,
+            "generated_per_s": metrics["generated_tokens"] / took,
+            "prefilled_tokens": float(load.prefilled_tokens),
+            "weight_pause_s": load.pause_s,
+            "refilled_trajectories": float(c.refilled_trajectories),
+            "failed_groups": float(c.failed),
+            "checkpoint_failures": float(self.checkpoint_failures),
+            "train_minutes": self.clocks.minutes,
+        }
+        self.log.metrics(self.step, self.last)
+        self.log.trajectories(self.step, batch)
+        if not self.progress.console.is_terminal:
+            self.progress.line(
+                f"step {self.step:4d}  reward {self.last['reward']:.3f}  {took:5.1f} s  "
+                f"{self.last['tokens_per_s']:6.0f} tokens/s  turns {self.last['turns_mean']:.1f}  "
+                f"entropy {self.last['entropy']:.3f}  {self.clocks.minutes:.1f} min"
+            )
+
+    async def _evaluate(self) -> None:
+        e = self.config.eval
+        result = await evaluate(
+            self._rollout.evaluation, self._rollout.heldout_tasks, e.tasks, self.config.rollout.slots
+        )
+        low, high = wilson(result.successes, len(result.trajectories))
+        self.heldout.append((self.step, result.rate))
+        row = {
+            "heldout_success": result.rate,
+            "heldout_low": low,
+            "heldout_high": high,
+            "heldout_lost": len(result.lost),
+        }
+        self.log.metrics(self.step, {**row, "train_minutes": self.clocks.minutes})
+        self.progress.line(
+            f"step {self.step:4d}  held-out success {result.rate:.3f} [{low:.3f}, {high:.3f}] on "
+            f"{len(result.trajectories)} tasks, {self.clocks.minutes:.1f} min"
+        )
+        reward_plot(read_jsonl(self.log.metrics_path), self.workdir / "reward.png", str(self.workdir))
+
+    def _status(self) -> dict[str, str]:
+        c, last = self.coordinator, self.last
+        service = self._rollout.training if self._rollout else None
+        latest = self.heldout[-1] if self.heldout else None
+        return {
+            "step": f"{self.step} of {self.config.steps}, {self.clocks.minutes:.1f} min",
+            "reward": f"{last['reward']:.3f}" if last else "-",
+            "held-out success": f"{latest[1]:.3f} at step {latest[0]}" if latest else "-",
+            "groups": f"{len(c.open_groups)} open, {len(c.ready_groups)} ready",
+            "trajectories": f"{service.count(Status.GENERATING)} generating, {service.count(Status.IN_TOOL)} in tool"
+            if service
+            else "-",
+            "tokens a second": f"{last['tokens_per_s']:.0f}" if last else "-",
+            "weight version": str(c.version),
+            "staleness": f"mean {last['staleness_mean']:.2f}, max {last['staleness_max']:.0f}" if last else "-",
+        }
+
+    # What survives it
+
+    def _restore(self) -> int:
+        """Goes on from the newest checkpoint, or starts anew; returns the step."""
+        restored = self.checkpoints.restore(self.learner.abstract_state())
+        if restored is None:
+            self.learner.start_from(self.model.params)
+            return 0
+        step, state, extra = restored
+        if extra["seed"] != self.config.seed:
+            raise ConfigError(
+                f"config.seed={self.config.seed}, but the run in {self.workdir} was started with {extra['seed']}; "
+                "use another --workdir"
+            )
+        self.learner.restore(state, reference=self.model.params)
+        self.coordinator.load_state_dict(extra["coordinator"])
+        self.clocks.train_s = extra["train_s"]
+        self.heldout = [tuple(x) for x in extra["heldout"]]
+        logging.info("going on from step %d of %s", step, self.workdir)
+        return step
+
+    def _save(self, final: bool = False) -> None:
+        if self.step in self.checkpoints.steps and not final:
+            return
+        extra: dict[str, Any] = {
+            "seed": self.config.seed,
+            "coordinator": self.coordinator.state_dict(),
+            "train_s": self.clocks.minutes * 60,
+            "heldout": self.heldout,
+        }
+        try:
+            if self.step not in self.checkpoints.steps:
+                self.checkpoints.save(self.step, self.learner.state, extra)
+            if final:
+                self.checkpoints.wait()
+        except CheckpointError as error:
+            self.checkpoint_failures += 1
+            logging.warning("%s", error)
+
+    def _close(self) -> None:
+        try:
+            self.checkpoints.close()
+        except CheckpointError as error:
+            self.checkpoint_failures += 1
+            logging.warning("%s", error)
+        self.log.close()
+        reward_plot(read_jsonl(self.log.metrics_path), self.workdir / "reward.png", str(self.workdir))
+        self.progress.console.print(summary_table(f"VenusRL on {jax.devices()[0].platform}", self.summary()))
+
+    def summary(self) -> dict[str, str]:
+        """What the run reached and where things are."""
+        c = self.coordinator.counters
+        where = {
+            "metrics": "metrics.jsonl",
+            "TensorBoard": "tensorboard",
+            "plot": "reward.png",
+            "trajectories": "trajectories.jsonl",
+            "checkpoints": "checkpoints",
+        }
+        return {
+            "updates": f"{self.step} of {self.config.steps}",
+            "training time": f"{self.clocks.minutes:.1f} min",
+            "held-out success": " -> ".join(f"{rate:.3f} (step {step})" for step, rate in self.heldout) or "-",
+            "groups": f"{c.consumed} trained, {c.failed} failed, {c.refilled_trajectories} trajectories refilled",
+            "checkpoint failures": str(self.checkpoint_failures),
+            **{name: str(self.workdir / file) for name, file in where.items()},
+        }

@@ -1,0 +1,91 @@
+"""Makes the warm start of the repair tasks: a tokenizer and a tiny model that knows the format, not the answers.
+
+python -m launchers.warmstart
+"""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from envs.repair.demos import Habits, demonstrate
+from envs.repair.tasks import RepairTask, make_task
+from venusrl.core.trajectory import Trajectory
+from venusrl.learner.learner import Learner, LearnerOptions
+from venusrl.learner.objectives import make_objective
+from venusrl.learner.sharding import make_mesh
+from venusrl.learner.state import make_optimizer
+from venusrl.learner.step import StepOptions
+from venusrl.models import hf
+from venusrl.models.chat import ChatFormat
+from venusrl.models.config import model_config
+from venusrl.models.tokenizer import Tokenizer
+
+_CONFIG = config_flags.DEFINE_config_file("config", "configs/warmstart.py", "What to make.")
+
+
+def demonstration_texts(tasks: list[RepairTask], rng: np.random.Generator, habits: Habits) -> list[str]:
+    """Every text that the tokenizer will meet: prompts, replies, observations."""
+    texts = []
+    for task in tasks:
+        texts.append(f"user\n{task.prompt}")
+        for reply, observation in demonstrate(task, rng, habits):
+            texts += [reply, f"user\n{observation}", "assistant\n"]
+    return texts
+
+
+def demonstration_trajectory(task: RepairTask, rng, habits: Habits, chat: ChatFormat, tokenizer: Tokenizer):
+    """One demonstration as a trajectory whose replies are the generated tokens."""
+    trajectory = Trajectory(id=f"demo/{task.index}", group_id="demo", index=0)
+    trajectory.append_observation(chat.prompt([{"role": "user", "content": task.prompt}]))
+    turns = demonstrate(task, rng, habits)
+    for i, (reply, observation) in enumerate(turns):
+        ids = [*tokenizer.encode(reply), tokenizer.im_end]
+        trajectory.append_generated(ids, [0.0] * len(ids), 0)
+        if i + 1 < len(turns):
+            trajectory.append_observation(chat.observation(observation, ids[-1]))
+    trajectory.complete(0.0)
+    return trajectory
+
+
+def main(argv) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}")
+    config = _CONFIG.value
+    rng = np.random.default_rng(config.seed)
+    habits = Habits(**config.habits)
+    model = model_config(config.model.name, dtype=config.model.dtype)
+    sample = [make_task("train", i) for i in range(config.vocab_texts)]
+    tokenizer = Tokenizer.train(demonstration_texts(sample, rng, habits), model.vocab_size)
+    chat = ChatFormat(tokenizer)
+    logging.info("tokenizer: %d tokens of %d", tokenizer.vocab_size, model.vocab_size)
+
+    optimizer = make_optimizer(
+        config.learning_rate, warmup_steps=config.warmup_steps, total_steps=config.steps, final_fraction=0.1
+    )
+    learner = Learner(
+        model,
+        make_objective("sft", {}),
+        optimizer,
+        make_mesh((1, -1, 1)),
+        StepOptions(),
+        LearnerOptions(row_length=config.row_length, rows_per_part=config.rows_per_part),
+    )
+    learner.init(jax.random.key(config.seed))
+    for step in range(config.steps):
+        tasks = [make_task("train", int(i)) for i in rng.integers(config.tasks, size=config.demos_per_step)]
+        demos = [demonstration_trajectory(task, rng, habits, chat, tokenizer) for task in tasks]
+        demos = [demo for demo in demos if len(demo) <= config.row_length]  # a few are longer, one in a thousand
+        metrics = learner.train(demos, np.zeros(len(demos)))
+        if step % 20 == 0 or step + 1 == config.steps:
+            logging.info("step %d loss %.4f grad_norm %.2f", step, metrics["loss"], metrics["grad_norm"])
+    hf.save(config.out, learner.state.params, model, dtype="bfloat16")
+    tokenizer.save(Path(config.out) / "tokenizer.json")
+    logging.info("wrote %s", config.out)
+
+
+if __name__ == "__main__":
+    flags.FLAGS.set_default("verbosity", logging.INFO)
+    app.run(main)

@@ -1,0 +1,145 @@
+"""Conformance: running commands."""
+
+import asyncio
+import re
+import time
+
+import pytest
+
+from venusrl.core.errors import ConfigError
+from venusrl.sandbox import Template
+
+from .conftest import processes
+
+
+@pytest.mark.parametrize(("script", "code"), [("true", 0), ("exit 7", 7), ("no-such-cmd", 127), ("kill -9 $$", -9)])
+async def test_exit_codes(sandbox, script, code):
+    assert (await sandbox.exec(script)).exit_code == code
+
+
+async def test_messages_are_those_of_bash_c(sandbox):
+    result = await sandbox.exec("true\nno-such-cmd")
+    assert result.text == "bash: line 2: no-such-cmd: command not found\n"
+
+
+async def test_output_is_merged_in_order(sandbox):
+    result = await sandbox.exec("for i in 1 2 3; do echo out$i; echo err$i >&2; done")
+    assert result.text.split() == ["out1", "err1", "out2", "err2", "out3", "err3"]
+    assert result.output_total == len(result.output)
+
+
+async def test_output_need_not_be_text(sandbox):
+    result = await sandbox.exec(r"printf '\xff\x00\xfe'")
+    assert result.output == b"\xff\x00\xfe"
+    assert result.text == "\ufffd\x00\ufffd"
+
+
+async def test_script_of_one_megabyte(sandbox):
+    script = ": " + "x" * (1 << 20) + "\necho done"
+    assert (await sandbox.exec(script)).text == "done\n"
+
+
+async def test_script_bytes_reach_bash_unchanged(sandbox):
+    result = await sandbox.exec(b"printf %s 'a\xff\xe9b' | od -An -tx1")
+    assert result.text.split() == ["61", "ff", "e9", "62"]
+
+
+async def test_heredoc_with_quotes(sandbox):
+    script = "cat <<'E OF'\nit's \"$HOME\" `x` \\\nE OF \nE OF\necho $((6 * 7))"
+    assert (await sandbox.exec(script)).text == 'it\'s "$HOME" `x` \\\nE OF \n42\n'
+
+
+async def test_stdin_is_empty_unless_given(sandbox):
+    assert (await sandbox.exec("cat; echo end", timeout_s=5)).text == "end\n"
+    data = bytes(range(256)) * 2048
+    assert (await sandbox.exec("wc -c; cat", stdin=data)).text == f"{len(data)}\n"
+
+
+async def test_environment_is_only_what_was_declared(pool, monkeypatch):
+    monkeypatch.setenv("VENUS_HOST_SECRET", "s3cret")
+    sandbox = await pool.create(Template("env", env={"A": "template", "B": "b"}))
+    result = await sandbox.exec("env", user_env={"A": "call"})
+    seen = dict(line.split("=", 1) for line in result.text.splitlines())
+    assert seen.keys() <= {
+        "A", "B", "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TERM", "PAGER", "PWD", "SHLVL", "_", "OLDPWD"
+    }  # fmt: skip
+    assert (seen["A"], seen["B"], seen["HOME"]) == ("call", "b", "/workspace")
+    assert "A=template" in (await sandbox.exec("env")).text
+
+
+async def test_no_descriptor_leaks_into_commands(sandbox):
+    result = await sandbox.exec("ls -l /proc/self/fd", stdin=b"given")
+    names = dict(re.findall(r" (\d+) -> (\S+)", result.text))
+    assert names.keys() == {"0", "1", "2", "3"}  # 3 is the directory that ls reads
+    assert "stdin" in names["0"] and names["1"] == names["2"] and "/fd" in names["3"]
+
+
+async def test_python_inside(sandbox):
+    assert (await sandbox.exec("python3 -I -S -c 'print(6 * 7)'")).text == "42\n"
+
+
+@pytest.mark.parametrize("prefix", ["", "setsid "])
+async def test_background_process_does_not_hold_the_call(sandbox, prefix):
+    started = time.monotonic()
+    result = await sandbox.exec(f"{prefix}sleep 30.25 & echo hi")
+    assert time.monotonic() - started < 5
+    assert (result.text, result.exit_code, result.timed_out) == ("hi\n", 0, False)
+    assert "sleep 30.25" in (await sandbox.exec("ps ax")).text
+
+
+async def test_background_writer_survives_its_call(sandbox):
+    await sandbox.exec("(for i in $(seq 40); do echo noise; sleep 0.02; done; echo alive > /workspace/mark) & echo hi")
+    result = await sandbox.exec("for i in $(seq 100); do [ -e mark ] && break; sleep 0.05; done; cat mark")
+    assert result.text == "alive\n"
+
+
+async def test_deadline_ends_the_whole_tree(sandbox):
+    script = (
+        "echo begun; setsid sleep 987.1 & (sleep 987.2 &); trap '' TERM INT HUP; "
+        "python3 -I -S -c 'import os,time\nif os.fork() == 0: os.setsid(); time.sleep(987.3)' & "
+        "sleep 0.3; sleep 987.4"
+    )
+    started = time.monotonic()
+    result = await sandbox.exec(script, timeout_s=1.0)
+    assert 0.9 < time.monotonic() - started < 3.0
+    assert (result.timed_out, result.exit_code, result.text) == (True, -9, "begun\n")
+    assert 0.9 < result.seconds < 3.0
+    assert (await sandbox.exec("ls -d /proc/[0-9]*; true")).text.count(
+        "/proc/"
+    ) == 2  # agent and shell, when it expands
+    assert processes("987.") == []
+    assert (await sandbox.exec("echo again")).text == "again\n"
+
+
+async def test_huge_output_is_bounded(pool):
+    sandbox = await pool.create(Template("out", output_bytes=10_000))
+    result = await sandbox.exec("echo first; head -c 100000000 /dev/zero; echo; echo last; grep VmHWM /proc/1/status")
+    assert result.output_total > 100_000_000
+    assert result.output.startswith(b"first\n\0") and b"\0\nlast\n" in result.output
+    marker = re.search(rb"\n\[\.\.\. (\d+) bytes elided \.\.\.\]\n", result.output)
+    assert int(marker[1]) == result.output_total - 10_000
+    assert len(result.output) == 10_000 + len(marker[0])
+    peak_kib = int(re.search(rb"VmHWM:\s+(\d+) kB", result.output)[1])
+    assert peak_kib < 40_000
+
+
+async def test_cancelled_exec_is_stopped_and_its_answer_not_mistaken(sandbox):
+    task = asyncio.create_task(sandbox.exec("echo stale; sleep 986.5"))
+    await asyncio.sleep(0.2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (await sandbox.exec("echo fresh", timeout_s=5)).text == "fresh\n"
+    assert processes("986.5") == []
+
+
+async def test_execs_of_one_sandbox_queue(sandbox):
+    results = await asyncio.gather(*(sandbox.exec(f"echo {i}; sleep 0.02; echo {i}") for i in range(5)))
+    assert [result.text for result in results] == [f"{i}\n{i}\n" for i in range(5)]
+
+
+async def test_bad_arguments_are_refused(sandbox):
+    with pytest.raises(ConfigError, match="timeout_s"):
+        await sandbox.exec("true", timeout_s=0)
+    with pytest.raises(ConfigError, match="user_env"):
+        await sandbox.exec("true", user_env={"A=B": "c"})

@@ -1,0 +1,255 @@
+"""Conformance: pause, kill, ttl, the pool's places, and that nothing outlives its owner."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from venusrl.core.errors import ConfigError, SandboxCapacity, SandboxError, SandboxLost, SandboxUnsupported
+from venusrl.sandbox import Sandbox, SandboxPool, Template
+
+from .conftest import processes
+
+ROOT = str(Path(__file__).resolve().parents[2])
+
+
+async def until(condition, seconds=5.0):
+    """Waits for a condition; fails after `seconds`."""
+    give_up = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up, "condition never held"
+        await asyncio.sleep(0.02)
+
+
+def cgroups(spawner="*"):
+    """Directories of sandboxes, of one spawner or of all in this pid namespace."""
+    marker = f"venusrl-{os.stat('/proc/self/ns/pid').st_ino}-{spawner}-"
+    return [path for top in Path("/sys/fs/cgroup").iterdir() for path in top.rglob(f"{marker}*/sb-*")]
+
+
+def test_implements_the_protocol():
+    from venusrl.sandbox.client import ProcessSandbox
+
+    names = [name for name in dir(Sandbox) if not name.startswith("_")]
+    assert {"exec", "read", "write", "list", "pause", "resume", "snapshot", "migrate", "kill"} <= set(names)
+    assert all(callable(getattr(ProcessSandbox, name)) for name in names)
+
+
+async def test_kill_fails_the_call_in_flight(sandbox):
+    call = asyncio.create_task(sandbox.exec("sleep 984.5"))
+    await until(lambda: processes("984.5"))
+    started = time.monotonic()
+    await sandbox.kill()
+    with pytest.raises(SandboxLost) as lost:
+        await call
+    assert lost.value.reason == "killed" and time.monotonic() - started < 2
+    assert processes("984.5") == []
+
+
+async def test_every_call_after_kill_raises_with_the_reason(sandbox):
+    await sandbox.kill("closed")
+    await sandbox.kill()
+    calls = [
+        lambda: sandbox.exec("true"), lambda: sandbox.read("x"), lambda: sandbox.write("x", b""),
+        lambda: sandbox.list("."), sandbox.pause, sandbox.resume, sandbox.snapshot, lambda: sandbox.migrate("n"),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(SandboxLost, match="reason: closed"):
+            await asyncio.wait_for(call(), 1)
+
+
+async def test_unsupported_says_so(sandbox):
+    with pytest.raises(SandboxUnsupported, match="backend"):
+        await sandbox.snapshot()
+    with pytest.raises(SandboxUnsupported, match="elsewhere"):
+        await sandbox.migrate("elsewhere")
+    with pytest.raises(ConfigError, match="reason"):
+        await sandbox.kill("because")
+    assert (await sandbox.exec("echo alive")).text == "alive\n"
+
+
+async def test_pause_stops_everything_and_the_deadline(sandbox):
+    await sandbox.exec("(while sleep 0.01; do echo >> ticks; done) &")
+    call = asyncio.create_task(sandbox.exec("sleep 0.5; echo woke", timeout_s=1.5))
+    await asyncio.sleep(0.2)
+    await sandbox.pause()
+    await sandbox.pause()
+    late = asyncio.create_task(sandbox.read("ticks"))
+    await asyncio.sleep(2.0)
+    assert not late.done() and not call.done()
+    await sandbox.resume()
+    await sandbox.resume()
+    ticks = len(await late)
+    result = await call
+    assert (result.text, result.timed_out) == ("woke\n", False)
+    assert result.seconds < 1.5
+    assert ticks < 90  # 0.01 s and a fork each: at most 20 before the pause, and a few at resume
+    await until_more_ticks(sandbox, ticks)
+
+
+async def until_more_ticks(sandbox, ticks):
+    for _ in range(100):
+        if len(await sandbox.read("ticks")) > ticks:
+            return
+        await asyncio.sleep(0.02)
+    pytest.fail("the background process did not go on after resume")
+
+
+async def test_kill_while_paused(sandbox):
+    await sandbox.exec("sleep 983.5 &")
+    await sandbox.pause()
+    waiting = asyncio.create_task(sandbox.exec("true"))
+    await asyncio.sleep(0.05)
+    await sandbox.kill()
+    with pytest.raises(SandboxLost):
+        await asyncio.wait_for(waiting, 1)
+    assert processes("983.5") == []
+
+
+async def test_ttl(pool):
+    sandbox = await pool.create(Template("short", ttl_s=0.5))
+    started = time.monotonic()
+    with pytest.raises(SandboxLost) as lost:
+        await sandbox.exec("sleep 982.5", timeout_s=60)
+    assert lost.value.reason == "ttl" and 0.3 < time.monotonic() - started < 2
+    assert pool.alive == 0 and pool.stats().ended == {"ttl": 1}
+    assert processes("982.5") == []
+
+
+async def test_agent_killed_from_outside_is_noticed(pool, sandbox):
+    call = asyncio.create_task(sandbox.exec("sleep 981.5"))
+    await until(lambda: processes("981.5"))
+    [agent] = [pid for pid in processes("venusrl.sandbox.spawner") if parent(pid) == pool.spawner_pid]
+    os.kill(agent, signal.SIGKILL)
+    with pytest.raises(SandboxLost, match="reason: killed"):
+        await asyncio.wait_for(call, 2)
+
+
+def parent(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+async def test_full_pool_is_fair_and_then_refuses():
+    async with SandboxPool(max_sandboxes=1, wait_s=0.3) as pool:
+        first = await pool.create(Template("first"))
+        with pytest.raises(SandboxCapacity, match="max_sandboxes"):
+            await pool.create(Template("refused"))
+        order = []
+
+        async def take(name):
+            sandbox = await pool.create(Template(name))
+            order.append(name)
+            await sandbox.kill()
+
+        waiting = []
+        for name in "abc":
+            waiting.append(asyncio.create_task(take(name)))
+            await asyncio.sleep(0)
+        assert pool.stats().waiting == 3 and pool.alive == 1
+        await first.kill()
+        await asyncio.gather(*waiting)
+        assert order == ["a", "b", "c"] and pool.alive == 0
+
+
+async def test_cancelled_create_gives_its_place_back():
+    async with SandboxPool(max_sandboxes=1, wait_s=5) as pool:
+        for delay in (0, 0.001, 0.003, 0.006):
+            task = asyncio.create_task(pool.create(Template("x")))
+            await asyncio.sleep(delay)
+            task.cancel()
+            await asyncio.wait({task})
+            if not task.cancelled():
+                await task.result().kill()
+        assert pool.alive == 0
+        sandbox = await pool.create(Template("y"))
+        assert (await sandbox.exec("echo ok")).text == "ok\n"
+
+
+async def test_close_ends_all():
+    pool = SandboxPool(max_sandboxes=3)
+    sandboxes = [await pool.create(Template("x")) for _ in range(3)]
+    call = asyncio.create_task(sandboxes[0].exec("sleep 980.5"))
+    await until(lambda: processes("980.5"))
+    await pool.close()
+    with pytest.raises(SandboxLost, match="reason: closed"):
+        await call
+    assert processes("980.5") == []
+    with pytest.raises(SandboxError, match="closed"):
+        await pool.create(Template("x"))
+    await pool.close()
+
+
+async def test_fifty_cycles_leave_nothing(pool):
+    def baseline():
+        spawner = f"/proc/{pool.spawner_pid}/fd"
+        mounts = len(Path("/proc/self/mountinfo").read_text().splitlines())
+        agents = len([pid for pid in processes("venusrl.sandbox.spawner") if parent(pid) == pool.spawner_pid])
+        descriptors = len(os.listdir("/proc/self/fd")), len(os.listdir(spawner))
+        return descriptors, mounts, agents, len(cgroups(pool.spawner_pid))
+
+    await (await pool.create(Template("warm"))).kill()
+    await until(lambda: not cgroups(pool.spawner_pid))
+    before = baseline()
+    for _ in range(50):
+        sandbox = await pool.create(Template("x", files={"f": b"x"}))
+        await sandbox.exec("sleep 979.5 &")
+        await sandbox.kill()
+    assert processes("979.5") == []
+    await until(lambda: baseline() == before)
+
+
+OWNER = """
+import asyncio, os, sys, time
+sys.path.insert(0, sys.argv[1])
+from venusrl.sandbox import SandboxPool, Template
+async def main():
+    pool = SandboxPool(max_sandboxes=2)
+    boxes = [await pool.create(Template("x")) for _ in range(2)]
+    await boxes[0].exec(f"setsid sleep 978.{5} & sleep 0.3")
+    await boxes[1].exec(f"sleep 978.{5} & sleep 0.3")
+    await boxes[1].pause()
+    heir = os.fork()
+    if heir == 0:  # a fork holds every socket of the owner open, and must not keep the sandboxes alive
+        time.sleep(60)
+        os._exit(0)
+    print(pool.spawner_pid, heir, flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+async def test_owner_killed_leaves_nothing():
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, ROOT], stdout=subprocess.PIPE, text=True)
+    try:
+        spawner, heir = map(int, owner.stdout.readline().split())
+        assert len(processes("978.5")) == 2
+    finally:
+        owner.kill()
+        owner.wait()
+        owner.stdout.close()
+    await until(lambda: not processes("978.5") and not Path(f"/proc/{spawner}").exists())
+    await until(lambda: not cgroups(spawner))
+    os.kill(heir, signal.SIGKILL)  # still there: it was the owner's death that counted
+
+
+async def test_spawner_killed_takes_its_sandboxes_and_the_pool_recovers(pool):
+    sandboxes = [await pool.create(Template("x")) for _ in range(2)]
+    await sandboxes[1].exec("setsid sleep 976.5 &")
+    call = asyncio.create_task(sandboxes[0].exec("sleep 976.5"))
+    await until(lambda: len(processes("976.5")) == 2)
+    old = pool.spawner_pid
+    os.kill(old, signal.SIGKILL)
+    with pytest.raises(SandboxLost, match="reason: node-lost"):
+        await asyncio.wait_for(call, 3)
+    with pytest.raises(SandboxLost, match="reason: node-lost"):
+        await sandboxes[1].exec("true")
+    await until(lambda: not processes("976.5"))
+    again = await pool.create(Template("again"))
+    assert (await again.exec("echo back")).text == "back\n"
+    assert pool.spawner_pid != old and pool.stats().spawners == 2 and pool.alive == 1
+    assert not cgroups(old)

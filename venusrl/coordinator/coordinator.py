@@ -1,0 +1,246 @@
+"""The coordinator: how many groups may be open, which are ready, when a batch may be taken.
+
+Two rules, stated once:
+
+- admission: open + ready + in training <= async_factor * B. With 1.0 nothing is generated while the trainer is at
+  work, so every trajectory is trained on by the version that generated it.
+- staleness: a trajectory started at version v may train while current <= v + eta, eta = ceil(async_factor) - 1. A batch
+  is held back while a group outside it is at its last admissible version, so nothing is discarded for age.
+
+Invariant, checked at every transition: submitted = open + ready + consumed + failed.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from venusrl.coordinator.prompts import PromptStream
+from venusrl.core.errors import ConfigError, ContractError
+from venusrl.core.group import Batch, Group
+from venusrl.core.trajectory import Status, Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class CoordinatorOptions:
+    """Attributes:
+    group_size: n, trajectories of a prompt.
+    batch_groups: B, groups of an optimizer step.
+    async_factor: bound on groups in the system, in batches; 1.0 is strictly on-policy.
+    max_refills: lost trajectories that a group may replace before it fails.
+    total_groups: prompts to submit in all; None is without end. Groups that fail are made up for.
+    seed: of the trajectories' sampling.
+    """
+
+    group_size: int = 8
+    batch_groups: int = 8
+    async_factor: float = 1.0
+    max_refills: int = 8
+    total_groups: int | None = None
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.group_size < 1 or self.batch_groups < 1:
+            raise ConfigError(
+                f"group_size={self.group_size}, batch_groups={self.batch_groups}; both must be at least 1"
+            )
+        if self.async_factor < 1.0:
+            raise ConfigError(f"async_factor={self.async_factor} is below 1.0, the strictly on-policy setting")
+        if self.max_refills < 0:
+            raise ConfigError(f"max_refills={self.max_refills} is negative; use 0 to fail a group at once")
+
+    @property
+    def eta(self) -> int:
+        """Versions by which a trained trajectory may be behind."""
+        return math.ceil(self.async_factor) - 1
+
+
+@dataclasses.dataclass
+class Counters:
+    """Groups, counted over the whole run; failed ones with their reasons."""
+
+    submitted: int = 0
+    consumed: int = 0
+    failed: int = 0
+    refilled_trajectories: int = 0
+
+
+class Coordinator:
+    """See the module. Its caller starts trajectories, reports their ends, and trains on batches."""
+
+    def __init__(self, prompts: PromptStream, options: CoordinatorOptions):
+        self._prompts = prompts
+        self.options = options
+        self.version = 0
+        self.counters = Counters()
+        self.failures: list[dict[str, Any]] = []
+        self._open: dict[str, Group] = {}
+        self._ready: dict[str, Group] = {}
+        self._in_training: int = 0
+
+    @property
+    def open_groups(self) -> list[Group]:
+        return list(self._open.values())
+
+    @property
+    def ready_groups(self) -> list[Group]:
+        return list(self._ready.values())
+
+    def admit(self) -> list[Group]:
+        """Opens as many new groups as the admission rule allows; their trajectories are to be started."""
+        opened = []
+        while self._may_open():
+            epoch, prompt_id = self._prompts.next()
+            number = self.counters.submitted
+            group = Group(id=f"g{number}", prompt_id=prompt_id, epoch=epoch, opened_version=self.version)
+            group.trajectories = [self._trajectory(group, i) for i in range(self.options.group_size)]
+            self._open[group.id] = group
+            self.counters.submitted += 1
+            opened.append(group)
+        self.check()
+        return opened
+
+    def trajectory_done(self, trajectory: Trajectory) -> Group | None:
+        """Reports a trajectory that has its reward; returns its group where that made it ready."""
+        group = self._group_of(trajectory)
+        if trajectory.status != Status.DONE:
+            raise ContractError(f"trajectory {trajectory.id} is {trajectory.status}, not done; complete() it first")
+        if not group.ready:
+            return None
+        self._ready[group.id] = self._open.pop(group.id)
+        self.check()
+        return group
+
+    def trajectory_lost(self, trajectory: Trajectory, reason: str) -> Trajectory | None:
+        """Reports a trajectory that cannot be finished.
+
+        Returns:
+          the trajectory to start in its place, or None: the group has failed, and its others are to be cancelled.
+        """
+        group = self._group_of(trajectory)
+        trajectory.status = Status.LOST
+        group.reasons.append(f"{trajectory.id}: {reason}")
+        if group.refills >= self.options.max_refills:
+            del self._open[group.id]
+            self.counters.failed += 1
+            self.failures.append({"group": group.id, "prompt_id": group.prompt_id, "reasons": list(group.reasons)})
+            self.check()
+            return None
+        group.refills += 1
+        self.counters.refilled_trajectories += 1
+        fresh = self._trajectory(group, trajectory.index, group.refills)
+        group.trajectories[trajectory.index] = fresh
+        return fresh
+
+    def take_batch(self) -> Batch | None:
+        """The next batch where there is one: oldest start version first, then in order of readiness.
+
+        None while fewer than B groups are ready, while another batch is in training, or while a group that is not
+        ready is at its last admissible version.
+        """
+        last_admissible = self.version - self.options.eta
+        if self._in_training or len(self._ready) < self.options.batch_groups:
+            return None
+        if any(group.oldest_version <= last_admissible for group in self._open.values()):
+            return None
+        chosen = sorted(self._ready.values(), key=lambda g: g.oldest_version)[: self.options.batch_groups]
+        for group in chosen:
+            del self._ready[group.id]
+        self.counters.consumed += len(chosen)
+        self._in_training = len(chosen)
+        self.check()
+        return Batch(tuple(chosen), self.version)
+
+    def published(self, version: int) -> None:
+        """Reports that the batch was trained on and workers generate with `version` now."""
+        if version <= self.version:
+            raise ContractError(f"published version {version} is not newer than {self.version}")
+        self.version = version
+        self._in_training = 0
+
+    def give_back(self, batch: Batch) -> None:
+        """Undoes `take_batch` for an update that was given up."""
+        for group in batch.groups:
+            self._ready[group.id] = group
+        self.counters.consumed -= len(batch.groups)
+        self._in_training = 0
+        self.check()
+
+    def check(self) -> None:
+        """Verifies the invariant.
+
+        Raises:
+          ContractError: the counts do not add up; a bug in this file.
+        """
+        c = self.counters
+        parts = len(self._open) + len(self._ready) + c.consumed + c.failed
+        if c.submitted != parts:
+            raise ContractError(
+                f"groups do not add up: submitted {c.submitted} != open {len(self._open)} + ready {len(self._ready)} "
+                f"+ consumed {c.consumed} + failed {c.failed}"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able state, partial trajectories included. To be taken between `published` and `take_batch`."""
+        if self._in_training:
+            raise ContractError("state_dict() while a batch is in training would lose it; take it after published()")
+        return {
+            "cursor": self._prompts.cursor,
+            "version": self.version,
+            "counters": dataclasses.asdict(self.counters),
+            "failures": list(self.failures),
+            "open": [group.state_dict() for group in self._open.values()],
+            "ready": [group.state_dict() for group in self._ready.values()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a state. Open groups keep what is done; `restart_unfinished` readies the rest."""
+        self._prompts.cursor = state["cursor"]
+        self.version = state["version"]
+        self.counters = Counters(**state["counters"])
+        self.failures = list(state["failures"])
+        self._open = {g["id"]: Group.from_state_dict(g) for g in state["open"]}
+        self._ready = {g["id"]: Group.from_state_dict(g) for g in state["ready"]}
+        self._in_training = 0
+        self.check()
+
+    def restart_unfinished(self) -> list[Trajectory]:
+        """Replaces unfinished trajectories by fresh ones, for a driver whose sandboxes are gone; not a refill.
+
+        Returns:
+          the trajectories to start.
+        """
+        fresh = []
+        for group in self._open.values():
+            for i, trajectory in enumerate(group.trajectories):
+                if trajectory.status != Status.DONE:
+                    group.trajectories[i] = self._trajectory(group, i, group.refills)
+                    fresh.append(group.trajectories[i])
+        return fresh
+
+    def group(self, group_id: str) -> Group | None:
+        """The open group of that id; None where it is no longer open."""
+        return self._open.get(group_id)
+
+    def _may_open(self) -> bool:
+        in_system = len(self._open) + len(self._ready) + self._in_training
+        total = self.options.total_groups
+        if total is not None and self.counters.submitted - self.counters.failed >= total:
+            return False
+        return in_system + 1 <= self.options.async_factor * self.options.batch_groups
+
+    def _trajectory(self, group: Group, index: int, refill: int = 0) -> Trajectory:
+        name = f"{group.id}/{index}" + (f"r{refill}" if refill else "")
+        number = int(group.id[1:])
+        words = np.random.SeedSequence((self.options.seed, number, index, refill)).generate_state(1)
+        seed = int(words[0]) >> 1  # fits int32
+        return Trajectory(id=name, group_id=group.id, index=index, seed=seed)
+
+    def _group_of(self, trajectory: Trajectory) -> Group:
+        group = self._open.get(trajectory.group_id)
+        if group is None or group.trajectories[trajectory.index] is not trajectory:
+            raise ContractError(
+                f"trajectory {trajectory.id} is not in an open group; it was replaced or its group ended"
+            )
+        return group

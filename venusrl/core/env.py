@@ -1,0 +1,54 @@
+"""The contract of an environment: what a rollout drives. Environments hold no engine and no learner objects."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+@dataclasses.dataclass(frozen=True)
+class Observation:
+    """What the environment answers to one action.
+
+    Attributes:
+      text: shown to the policy.
+      done: the episode is over; `text` is then not shown.
+      info: readable facts of the step (the command, its exit code), JSON-able.
+    """
+
+    text: str
+    done: bool = False
+    info: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Env(Protocol):
+    """One episode of one task. `close` is called exactly once, whatever happened before."""
+
+    async def reset(self) -> Sequence[dict[str, str]]:
+        """Prepares the episode; returns the opening messages ({"role", "content"})."""
+        ...
+
+    async def step(self, reply: str) -> Observation:
+        """Acts on the policy's reply. A malformed reply is answered with an observation, never an exception."""
+        ...
+
+    async def grade(self) -> float:
+        """The reward of the episode, from its resulting state."""
+        ...
+
+    async def close(self) -> None:
+        """Frees what the episode holds."""
+        ...
+
+
+class TaskSet(Protocol):
+    """A finite, indexable set of tasks, the same for every run with the same arguments."""
+
+    def __len__(self) -> int: ...
+
+    def make(self, index: int) -> Env:
+        """A fresh episode of task `index`."""
+        ...
+
+    def describe(self, index: int) -> dict[str, Any]:
+        """Readable facts of task `index` (name, family), JSON-able."""
+        ...

@@ -1,0 +1,1 @@
+"""Batches of groups to new weights: objectives, packing, the sharded step, checkpoints."""

@@ -1,0 +1,1 @@
+"""Decoder language models in Flax Linen, their tokenizers and weight formats."""

@@ -1,0 +1,1 @@
+"""Generation: the service that drives trajectories, and the workers that it drives them on."""

@@ -1,0 +1,117 @@
+"""The engine as a worker: asyncio outside, one thread of JAX calls inside."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from venusrl.core.errors import ContractError, WorkerError
+from venusrl.rollout.engine.engine import Engine
+from venusrl.rollout.worker import Chunk, Load, Request
+
+
+class JaxWorker:
+    """See venusrl.rollout.worker.Worker.
+
+    Only `_run` touches the engine, and only while no step is in flight; what callers ask for waits in `_asked` until
+    then. The event loop stays free while the device works.
+    """
+
+    def __init__(self, name: str, engine: Engine):
+        self.name = name
+        self.slots = engine.options.slots
+        self.max_length = engine.options.max_length
+        self._engine = engine
+        self._streams: dict[str, tuple[Request, asyncio.Queue]] = {}
+        self._asked: list[Callable[[], None]] = []
+        self._wake = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"engine-{name}")
+        self._task: asyncio.Task | None = None
+        self._closed = False
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=f"worker-{self.name}")
+
+    async def close(self) -> None:
+        self._closed = True
+        self._wake.set()
+        if self._task is not None:
+            await self._task
+        self._thread.shutdown()
+
+    async def generate(self, request: Request) -> AsyncIterator[Chunk]:
+        if request.trajectory in self._streams:
+            raise ContractError(f"trajectory {request.trajectory} already has a request on {self.name}")
+        self._engine.check_request(request)
+        stream: asyncio.Queue = asyncio.Queue()
+        self._streams[request.trajectory] = (request, stream)
+        self._ask(lambda: self._engine.submit(request))
+        finished = False
+        try:
+            while not finished:
+                item = await stream.get()
+                if isinstance(item, BaseException):
+                    finished = True
+                    raise item
+                finished = item.stop is not None
+                yield item
+        finally:
+            del self._streams[request.trajectory]
+            if not finished:
+                self._ask(lambda: self._engine.cancel(request.trajectory))
+
+    async def preempt(self, trajectory: str) -> None:
+        def act():
+            if self._engine.cancel(trajectory) and trajectory in self._streams:
+                self._streams[trajectory][1].put_nowait(Chunk([], [], self._engine.version, "preempted"))
+
+        self._ask(act)
+
+    async def release(self, trajectory: str) -> None:
+        self._ask(lambda: self._engine.release(trajectory))
+
+    async def update_weights(self, params: Any, version: int) -> None:
+        done = asyncio.get_running_loop().create_future()
+
+        def act():
+            self._engine.set_weights(params, version)
+            if not done.done():
+                done.set_result(None)
+
+        self._ask(act)
+        await done
+
+    def load(self) -> Load:
+        return self._engine.load()
+
+    def _ask(self, act: Callable[[], None]) -> None:
+        if self._closed or (self._task is not None and self._task.done()):
+            raise WorkerError(f"worker {self.name} is closed")
+        self._asked.append(act)
+        self._wake.set()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        failure = WorkerError(f"worker {self.name} was closed")
+        try:
+            while not self._closed:
+                asked, self._asked = self._asked, []
+                for act in asked:
+                    act()
+                if not self._engine.busy:
+                    self._wake.clear()
+                    await self._wake.wait()
+                    continue
+                chunks = await loop.run_in_executor(self._thread, self._engine.step)
+                for request, chunk in chunks:
+                    reader, stream = self._streams.get(request.trajectory, (None, None))
+                    if reader is request:  # it may have left meanwhile, and another come under the same id
+                        stream.put_nowait(chunk)
+        except BaseException as error:
+            failure = WorkerError(f"worker {self.name} failed: {error!r}")
+            raise
+        finally:
+            self._closed = True
+            for _, stream in self._streams.values():
+                stream.put_nowait(failure)
+            self._asked.clear()

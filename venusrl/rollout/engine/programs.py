@@ -1,0 +1,135 @@
+"""The two compiled programs of the engine: prefill and decode, each in few shapes."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from venusrl.models.config import ModelConfig
+from venusrl.models.decoder import Decoder, head_matrix
+from venusrl.rollout.engine.cache import LayerCache, cached_attention
+
+
+class RowState(NamedTuple):
+    """What decode needs of every row; R rows.
+
+    Attributes:
+      token: the last token of the sequence, whose KV is not yet in the cache; int32.
+      position: where that token stands; int32.
+      remaining: tokens it may still generate; 0 for a row that is not decoding; int32.
+      temperature: 0 is greedy; float32.
+      seed: of the trajectory; int32.
+    """
+
+    token: jax.Array
+    position: jax.Array
+    remaining: jax.Array
+    temperature: jax.Array
+    seed: jax.Array
+
+
+class Decoded(NamedTuple):
+    """C steps of R rows; what lies after a row's `count` means nothing."""
+
+    tokens_CR: jax.Array
+    logprobs_CR: jax.Array
+    count_R: jax.Array
+
+
+def sample(logits_RV: jax.Array, state: RowState) -> tuple[jax.Array, jax.Array]:
+    """One token a row and its logprob under temperature only (temperature 1 where greedy).
+
+    The draw depends on (seed, position) alone: the same trajectory is sampled the same in any batch.
+    """
+    greedy = state.temperature <= 0
+    logits = logits_RV / jnp.where(greedy, 1.0, state.temperature)[:, None]
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+
+    def noise(seed, position):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), seed), position)
+        return jax.random.gumbel(key, logits.shape[1:], jnp.float32)
+
+    noise_RV = jax.vmap(noise)(state.seed, state.position)
+    token = jnp.argmax(logprobs + jnp.where(greedy[:, None], 0.0, noise_RV), axis=-1).astype(jnp.int32)
+    return token, jnp.take_along_axis(logprobs, token[:, None], axis=-1)[:, 0]
+
+
+def prefill(
+    config: ModelConfig, read: int, params, caches: list[LayerCache], rows_R, tokens_RT, start_R, count_R
+) -> list[LayerCache]:
+    """Puts the KV of new tokens into the cache.
+
+    Args:
+      read: static; cached positions that are looked at, at least start + count of every row.
+      rows_R: row of the cache of each sequence; a padding entry has count 0 and any row.
+      tokens_RT: new tokens, padded at the end.
+      start_R: position of the first new token.
+      count_R: how many are real.
+    """
+    offset_T = jnp.arange(tokens_RT.shape[1])
+    positions = start_R[:, None] + offset_T
+    valid = offset_T < count_R[:, None]
+    attend = cached_attention(rows_R, positions, valid, read)
+    _, caches = Decoder(config).apply({"params": params}, tokens_RT, positions, attend, caches)
+    return caches
+
+
+def decode(
+    config: ModelConfig, steps: int, read: int, stop_tokens: tuple[int, ...], params, caches, state: RowState
+) -> tuple[list[LayerCache], RowState, Decoded]:
+    """Up to `steps` tokens for every row that has some remaining; ends early when none has.
+
+    A row ends when it generates a stop token or has none remaining.
+    """
+    rows = state.token.shape[0]
+    empty = Decoded(
+        jnp.zeros((steps, rows), jnp.int32), jnp.zeros((steps, rows), jnp.float32), jnp.zeros(rows, jnp.int32)
+    )
+    head_DV = head_matrix(params).astype(config.dtype)
+
+    def going(carry):
+        step, _, state, _ = carry
+        return (step < steps) & (state.remaining > 0).any()
+
+    def body(carry):
+        step, caches, state, out = carry
+        active = state.remaining > 0
+        attend = cached_attention(None, state.position[:, None], active[:, None], read)
+        hidden, caches = Decoder(config).apply(
+            {"params": params}, state.token[:, None], state.position[:, None], attend, caches
+        )
+        logits = jnp.einsum("rd,dv->rv", hidden[:, 0], head_DV, preferred_element_type=jnp.float32)
+        token, logprob = sample(logits, state)
+        stopped = (token[:, None] == jnp.array(stop_tokens)).any(-1)
+        remaining = jnp.where(active & ~stopped, state.remaining - 1, 0)
+        out = Decoded(out.tokens_CR.at[step].set(token), out.logprobs_CR.at[step].set(logprob), out.count_R + active)
+        state = state._replace(
+            token=jnp.where(active, token, state.token),
+            position=jnp.where(active, state.position + 1, state.position),
+            remaining=remaining,
+        )
+        return step + 1, caches, state, out
+
+    _, caches, state, out = jax.lax.while_loop(going, body, (jnp.int32(0), caches, state, empty))
+    return caches, state, out
+
+
+class Programs:
+    """The compiled programs of one (model, stop tokens); counts the shapes that it compiled."""
+
+    def __init__(self, config: ModelConfig, stop_tokens: tuple[int, ...]):
+        self._config = config
+        self._stop = tuple(stop_tokens)
+        self._prefill = jax.jit(prefill, static_argnums=(0, 1), donate_argnums=(3,))
+        self._decode = jax.jit(decode, static_argnums=(0, 1, 2, 3), donate_argnums=(5, 6))
+
+    def prefill(self, read: int, params, caches, rows_R, tokens_RT, start_R, count_R):
+        return self._prefill(self._config, read, params, caches, rows_R, tokens_RT, start_R, count_R)
+
+    def decode(self, steps: int, read: int, params, caches, state: RowState):
+        return self._decode(self._config, steps, read, self._stop, params, caches, state)
+
+    @property
+    def compiled(self) -> int:
+        """Number of programs compiled so far."""
+        return self._prefill._cache_size() + self._decode._cache_size()

@@ -1,0 +1,222 @@
+"""The rollout service: drives trajectories through generation and tools, one asyncio task each.
+
+A trajectory ends in exactly one of three ways: done with a reward, lost with a reason (reported, to be refilled), or
+cancelled by whoever owns it. Nothing that fails becomes a reward of 0.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Mapping
+from typing import Any
+
+from venusrl.core.clock import Clock
+from venusrl.core.env import Env
+from venusrl.core.errors import SandboxError, TaskError, WorkerError
+from venusrl.core.group import Group
+from venusrl.core.trajectory import Status, Trajectory
+from venusrl.models.chat import ChatFormat
+from venusrl.rollout.dispatch import Dispatcher
+from venusrl.rollout.worker import Request, Worker
+from venusrl.scheduling.protocol import (
+    ActionDone,
+    ActionReady,
+    GroupClosed,
+    GroupOpened,
+    SchedulerPolicy,
+    TrajectoryDone,
+    VersionPublished,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutOptions:
+    """Attributes:
+    temperature: of sampling; 0 is greedy.
+    max_tokens: of a turn.
+    env_s: seconds that reset, a step or grade may take before the trajectory is lost.
+    """
+
+    temperature: float = 1.0
+    max_tokens: int = 256
+    env_s: float = 120.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a trajectory ended. Attributes:
+    trajectory: DONE, or as far as it came.
+    lost: the reason where it is to be refilled; None where it is done.
+    """
+
+    trajectory: Trajectory
+    lost: str | None = None
+
+
+class RolloutService:
+    """Starts trajectories on `start`, reports each on `outcomes`."""
+
+    def __init__(
+        self,
+        workers: Mapping[str, Worker],
+        policy: SchedulerPolicy,
+        chat: ChatFormat,
+        clock: Clock,
+        options: RolloutOptions,
+    ):
+        self.outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
+        self._workers = workers
+        self._dispatcher = Dispatcher(policy, workers, clock)
+        self._chat = chat
+        self._clock = clock
+        self._options = options
+        self._max_length = min(worker.max_length for worker in workers.values())
+        self._tasks: dict[str, asyncio.Task] = {}
+        self._live: dict[str, Trajectory] = {}
+
+    def open_group(self, group: Group) -> None:
+        """Tells the policy of a new group; its trajectories are started by `start`."""
+        self._dispatcher.observe(
+            GroupOpened(self._clock.now(), group.id, len(group.trajectories), group.opened_version)
+        )
+
+    def close_group(self, group_id: str) -> None:
+        """Tells the policy that a group is ready or has failed."""
+        self._dispatcher.observe(GroupClosed(self._clock.now(), group_id))
+
+    def start(self, trajectory: Trajectory, env: Env) -> None:
+        """Drives `trajectory` through `env` in the background; the env is closed whatever happens."""
+        self._live[trajectory.id] = trajectory
+        task = asyncio.create_task(self._drive(trajectory, env), name=f"trajectory-{trajectory.id}")
+        self._tasks[trajectory.id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(trajectory.id, None))
+
+    def cancel(self, trajectory_id: str) -> None:
+        """Stops a trajectory; it is not reported. Unknown or ended ids are ignored."""
+        if trajectory_id in self._tasks:
+            self._tasks[trajectory_id].cancel()
+
+    async def update_weights(self, params: Any, version: int) -> None:
+        """Gives every worker new weights; returns once all use them."""
+        await asyncio.gather(*(worker.update_weights(params, version) for worker in self._workers.values()))
+        self._dispatcher.observe(VersionPublished(self._clock.now(), version))
+
+    async def close(self) -> None:
+        """Cancels what runs and waits for its clean-up."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def count(self, status: Status) -> int:
+        """Live trajectories in `status`."""
+        return sum(t.status == status for t in self._live.values())
+
+    @property
+    def waiting(self) -> int:
+        """Actions that wait for a slot."""
+        return self._dispatcher.waiting
+
+    async def _drive(self, trajectory: Trajectory, env: Env) -> None:
+        lost: str | None = None
+        ended = False
+        try:
+            await self._episode(trajectory, env)
+            ended = True
+        except (TaskError, SandboxError, WorkerError) as error:
+            lost = f"{type(error).__name__}: {error}"
+            ended = True
+        finally:
+            del self._live[trajectory.id]
+            event = TrajectoryDone(
+                self._clock.now(), trajectory.id, trajectory.group_id, lost=trajectory.reward is None
+            )
+            self._dispatcher.observe(event)
+            await self._clean_up(trajectory, env)
+            if ended:
+                self.outcomes.put_nowait(Outcome(trajectory, lost))
+
+    async def _episode(self, trajectory: Trajectory, env: Env) -> None:
+        trajectory.status = Status.IN_TOOL
+        steps: list[dict[str, Any]] = []
+        messages = await self._ask_env(env.reset(), "reset")
+        trajectory.append_observation(self._chat.prompt(messages))
+        truncated = len(trajectory) >= self._max_length
+        if truncated:
+            raise TaskError(
+                f"the prompt has {len(trajectory)} tokens; rollout.max_length={self._max_length} leaves no room"
+            )
+        done = False
+        while not done and not truncated:
+            turn = await self._generate(trajectory)
+            trajectory.status = Status.IN_TOOL
+            reply = self._chat.reply(trajectory.tokens[turn.begin : turn.end])
+            started = self._clock.now()
+            observation = await self._ask_env(env.step(reply), "step")
+            turn.tool_s = self._clock.now() - started
+            steps.append({"reply": reply, **observation.info, "observation": observation.text})
+            done = observation.done
+            if not done:
+                ids = self._chat.observation(observation.text, trajectory.tokens[-1])
+                truncated = len(trajectory) + len(ids) >= self._max_length
+                if not truncated:
+                    trajectory.append_observation(ids)
+        reward = await self._ask_env(env.grade(), "grade")
+        trajectory.complete(reward, steps=steps, truncated=truncated, messages=list(messages))
+
+    async def _generate(self, trajectory: Trajectory):
+        """One turn, over as many slots as preemption makes of it."""
+        o = self._options
+        trajectory.status = Status.GENERATING
+        asked = self._clock.now()
+        budget, stop = o.max_tokens, "preempted"
+        while stop == "preempted":
+            worker = await self._dispatcher.slot(self._ready(trajectory))
+            made, stop = 0, None
+            try:
+                request = Request(trajectory.id, list(trajectory.tokens), budget, o.temperature, trajectory.seed)
+                async for chunk in worker.generate(request):
+                    if chunk.tokens:
+                        trajectory.append_generated(chunk.tokens, chunk.logprobs, chunk.version)
+                    made, stop = made + len(chunk.tokens), chunk.stop
+            finally:
+                interrupted = stop in (None, "preempted")
+                self._dispatcher.observe(ActionDone(self._clock.now(), trajectory.id, made, interrupted))
+            budget -= made
+            if stop == "preempted" and (budget <= 0 or len(trajectory) >= self._max_length):
+                stop = "length"
+        turn = trajectory.turns[-1]
+        turn.stop, turn.generate_s = stop, self._clock.now() - asked
+        return turn
+
+    def _ready(self, trajectory: Trajectory) -> ActionReady:
+        return ActionReady(
+            self._clock.now(),
+            trajectory.id,
+            trajectory.group_id,
+            context=len(trajectory),
+            generated=trajectory.num_generated,
+            turn=len(trajectory.turns),
+            start_version=trajectory.start_version,
+        )
+
+    async def _ask_env(self, call: Awaitable, what: str):
+        # Environments are their authors' code: whatever they raise is a task failure, never a crash of the run.
+        try:
+            return await asyncio.wait_for(call, self._options.env_s)
+        except TimeoutError as error:
+            raise TaskError(f"{what} took more than rollout.env_s={self._options.env_s} s") from error
+        except SandboxError:
+            raise
+        except Exception as error:
+            raise TaskError(f"{what} raised {type(error).__name__}: {error}") from error
+
+    async def _clean_up(self, trajectory: Trajectory, env: Env) -> None:
+        for worker in self._workers.values():
+            try:
+                await worker.release(trajectory.id)
+            except WorkerError:
+                continue  # it is closed, and its KV with it
+        try:
+            await self._ask_env(env.close(), "close")
+        except (TaskError, SandboxError) as error:
+            trajectory.info["close_error"] = str(error)

@@ -1,0 +1,99 @@
+"""The contract of a worker. The JAX engine, SGLang and the simulated worker all keep it."""
+
+import dataclasses
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One turn to generate.
+
+    Attributes:
+      trajectory: its id; a worker keeps KV under it from turn to turn. One request of it at a time.
+      tokens: the whole context, prompt and earlier turns, at least one token.
+      max_tokens: to generate at most, at least 1.
+      temperature: 0 is greedy.
+      seed: of the trajectory's sampling; with the position it decides every draw, whatever else is in the batch.
+      priority: higher goes first.
+    """
+
+    trajectory: str
+    tokens: list[int]
+    max_tokens: int
+    temperature: float = 1.0
+    seed: int = 0
+    priority: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Some generated tokens.
+
+    Attributes:
+      tokens, logprobs: of one length, possibly 0 in the last chunk; logprobs under temperature only, full vocabulary
+        (greedy requests: under temperature 1).
+      version: the weight version that generated them.
+      stop: None while more follows; then "stop" (a stop token was generated, it is the last one), "length" (max_tokens
+        or the longest sequence reached) or "preempted".
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    version: int
+    stop: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """Attributes:
+    slots, running, waiting: counts of requests.
+    generated_tokens, prefilled_tokens: since the start.
+    pause_s: seconds for which weight updates kept decoding from running, since the start.
+    """
+
+    slots: int
+    running: int
+    waiting: int
+    generated_tokens: int
+    prefilled_tokens: int
+    pause_s: float
+
+
+class Worker(Protocol):
+    """Attributes:
+    name: unique in a run.
+    slots: requests that it runs at once.
+    max_length: longest sequence, in tokens.
+    """
+
+    name: str
+    slots: int
+    max_length: int
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def generate(self, request: Request) -> AsyncIterator[Chunk]:
+        """Streams the turn. Closing the iterator early cancels it and frees its slot.
+
+        Raises:
+          ContractError: the request cannot be run (too long, empty).
+          WorkerError: the worker failed or was closed.
+        """
+        ...
+
+    async def preempt(self, trajectory: str) -> None:
+        """Ends the running request of `trajectory` with a last chunk whose stop is "preempted"."""
+        ...
+
+    async def release(self, trajectory: str) -> None:
+        """Forgets the KV of a trajectory that has ended. Unknown ids are ignored."""
+        ...
+
+    async def update_weights(self, params: Any, version: int) -> None:
+        """Takes new weights between two decode chunks; returns once they are in use."""
+        ...
+
+    def load(self) -> Load: ...

@@ -1,0 +1,250 @@
+"""The owner's side of one process sandbox: the Sandbox contract over the agent's socket."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+
+from venusrl.core.errors import ConfigError, SandboxLost, SandboxUnsupported
+from venusrl.sandbox.contract import MIB, ExecResult, FileInfo, Template, check_env
+from venusrl.sandbox.files import CHUNK_BYTES
+from venusrl.sandbox.wire import WireError, pack, read_frame
+
+# An agent that has not answered this long after the deadline is broken, and its sandbox is killed.
+_GRACE_S = 30.0
+# How long the reason of a sandbox's end may come after its socket closed.
+_REASON_WAIT_S = 5.0
+_OWNER_REASONS = ("killed", "closed", "ttl", "oom", "node-lost")
+
+
+class ProcessSandbox:
+    """A sandbox of the process backend; made by SandboxPool.create.
+
+    Args:
+      sandbox_id: unique on this host.
+      template: as given to create.
+      streams: reader and writer of the agent's socket.
+      end: asks the spawner to kill the sandbox for a reason, and returns when its processes are gone.
+    """
+
+    def __init__(
+        self,
+        sandbox_id: str,
+        template: Template,
+        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        end: Callable[[str, str], Awaitable[None]],
+    ):
+        self.id = sandbox_id
+        self.template = template
+        self._reader, self._writer = streams
+        self._end = end
+        self._loop = asyncio.get_running_loop()
+        self._lost: str | None = None
+        self._lost_event = asyncio.Event()
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._waiting: dict[int, asyncio.Future[tuple[dict, bytes]]] = {}
+        self._last_id = 0
+        self._one_exec = asyncio.Lock()
+        self._paused_since: float | None = None
+        self._paused_s = 0.0
+        self._running = asyncio.Event()
+        self._running.set()
+        self._receiver = self._loop.create_task(self._receive())
+
+    async def start(self) -> None:
+        """Waits until the sandbox is set up and writes the template's files.
+
+        Raises:
+          SandboxUnsupported: the host refused a step of the set-up.
+        """
+        await self._ready
+        await asyncio.gather(*(self.write(path, data) for path, data in self.template.files.items()))
+
+    # The contract
+
+    async def exec(
+        self,
+        script: str | bytes,
+        *,
+        timeout_s: float = 30.0,
+        user_env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+    ) -> ExecResult:
+        """See Sandbox.exec. ConfigError for a bad timeout or environment; OSError if the agent cannot fork."""
+        if not timeout_s > 0:
+            raise ConfigError(f"exec timeout_s={timeout_s!r}: give a positive number of seconds")
+        env = dict(user_env or {})
+        check_env("exec user_env", env)
+        raw = script.encode("utf-8", "surrogateescape") if isinstance(script, str) else script
+        header = {"op": "exec", "timeout_s": timeout_s, "env": env, "script_bytes": len(raw)}
+        async with self._one_exec:
+            await self._until_running()
+            request_id, future = self._send(header, raw + stdin)
+            try:
+                answer, output = await self._answer(future, timeout_s + _GRACE_S)
+            except asyncio.CancelledError:
+                if self._lost is None:
+                    self._send({"op": "cancel", "job": request_id})
+                raise
+        return ExecResult(
+            exit_code=answer["exit_code"],
+            output=output,
+            output_total=answer["total"],
+            timed_out=answer["timed_out"],
+            seconds=answer["seconds"],
+            oom=answer["oom"],
+        )
+
+    async def read(self, path: str, max_bytes: int = 16 * MIB) -> bytes:
+        """See Sandbox.read."""
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            header = {"op": "read", "path": path, "offset": size, "max_bytes": max_bytes}
+            _, data = await self._request(header, path)
+            size += len(data)
+            if size > max_bytes:
+                raise OSError(errno.EFBIG, f"more than max_bytes={max_bytes}", path)
+            parts.append(data)
+            if len(data) < CHUNK_BYTES:
+                return b"".join(parts)
+
+    async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
+        """See Sandbox.write."""
+        if len(data) > self.template.file_bytes:
+            raise OSError(errno.EFBIG, f"{len(data)} bytes, but file_bytes={self.template.file_bytes}", path)
+        for offset in range(0, max(len(data), 1), CHUNK_BYTES):
+            header = {"op": "write", "path": path, "offset": offset, "mode": mode}
+            await self._request(header, path, data[offset : offset + CHUNK_BYTES])
+
+    async def list(self, path: str) -> list[FileInfo]:
+        """See Sandbox.list."""
+        answer, _ = await self._request({"op": "list", "path": path}, path)
+        return [FileInfo(*entry) for entry in answer["entries"]]
+
+    async def pause(self) -> None:
+        """See Sandbox.pause. Calls made while paused wait for resume."""
+        if self._paused_since is None:
+            self._check_alive()
+            self._paused_since = self._loop.time()
+            self._running.clear()
+        await self._control("pause")
+
+    async def resume(self) -> None:
+        """See Sandbox.resume."""
+        await self._control("resume")
+        if self._paused_since is not None:
+            self._paused_s += self._loop.time() - self._paused_since
+            self._paused_since = None
+            self._running.set()
+
+    async def snapshot(self) -> str:
+        """Always SandboxUnsupported."""
+        self._check_alive()
+        raise SandboxUnsupported(f"{self.id}: the process backend has no snapshots; the criu and vm backends do")
+
+    async def migrate(self, node: str) -> None:
+        """Always SandboxUnsupported."""
+        self._check_alive()
+        raise SandboxUnsupported(f"{self.id}: the process backend cannot migrate to {node}; the criu backend can")
+
+    async def kill(self, reason: str = "killed") -> None:
+        """See Sandbox.kill."""
+        if reason not in _OWNER_REASONS:
+            raise ConfigError(f"kill reason={reason!r}: use one of {', '.join(_OWNER_REASONS)}")
+        self.mark_lost(reason)
+        await self._end(self.id, reason)
+
+    # Life and death
+
+    @property
+    def lost(self) -> str | None:
+        """Why the sandbox is gone; None while it lives."""
+        return self._lost
+
+    def mark_lost(self, reason: str) -> None:
+        """The sandbox is gone, or as good as gone. The first reason stands; every call in flight fails now."""
+        if self._lost is not None:
+            return
+        self._lost = reason
+        self._lost_event.set()
+        self._running.set()
+        if not self._ready.done():
+            self._ready.set_exception(SandboxLost(self.id, reason))
+            self._ready.exception()  # seen: start() may never be awaited
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(SandboxLost(self.id, reason))
+                future.exception()  # seen: its caller may have been cancelled
+        self._writer.close()
+        if asyncio.current_task() is not self._receiver:
+            self._receiver.cancel()
+
+    def _check_alive(self) -> None:
+        if self._lost is not None:
+            raise SandboxLost(self.id, self._lost)
+
+    async def _until_running(self) -> None:
+        self._check_alive()
+        await self._running.wait()
+        self._check_alive()
+
+    # Requests
+
+    async def _request(self, header: dict, path: str, body: bytes = b"") -> tuple[dict, bytes]:
+        await self._until_running()
+        if "\0" in path:
+            raise OSError(errno.EINVAL, "NUL in path", path)
+        _, future = self._send(header, body)
+        return await self._answer(future, _GRACE_S, path)
+
+    async def _control(self, op: str) -> None:
+        self._check_alive()
+        _, future = self._send({"op": op}, b"")
+        await self._answer(future, _GRACE_S)
+
+    def _send(self, header: dict, body: bytes = b"") -> tuple[int, asyncio.Future]:
+        """Queues one frame whole, so that a cancelled caller cannot leave half of one."""
+        self._check_alive()
+        self._last_id += 1
+        frame = pack({**header, "id": self._last_id}, body)
+        future: asyncio.Future[tuple[dict, bytes]] = self._loop.create_future()
+        if header["op"] != "cancel":
+            self._waiting[self._last_id] = future
+        self._writer.write(frame)
+        return self._last_id, future
+
+    async def _answer(self, future: asyncio.Future, patience_s: float, path: str | None = None) -> tuple[dict, bytes]:
+        """The answer, or SandboxLost. `patience_s` bounds the wait, not counting time paused."""
+        give_up = self._loop.time() + patience_s - self._paused_s
+        while not future.done():
+            left = give_up + self._paused_s - self._loop.time()
+            if left <= 0 and self._paused_since is None:
+                self.mark_lost("node-lost")
+                await self._end(self.id, "node-lost")
+                break
+            await asyncio.wait({future}, timeout=max(left, 1.0))
+        answer, body = future.result()
+        if "errno" in answer:
+            raise OSError(answer["errno"], os.strerror(answer["errno"]), path)
+        return answer, body
+
+    async def _receive(self) -> None:
+        with suppress(asyncio.IncompleteReadError, WireError, ConnectionError, ValueError):
+            first, _ = await read_frame(self._reader)
+            if "setup_error" in first:
+                self._ready.set_exception(SandboxUnsupported(f"cannot make a sandbox: {first['setup_error']}"))
+            elif not self._ready.done():
+                self._ready.set_result(None)
+            while True:
+                answer, body = await read_frame(self._reader)
+                future = self._waiting.pop(answer["id"], None)
+                if future is not None and not future.done():
+                    future.set_result((answer, body))
+        # The agent is gone. The spawner knows why and says so next, unless it died itself.
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._lost_event.wait(), _REASON_WAIT_S)
+        self.mark_lost("node-lost")

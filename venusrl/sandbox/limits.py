@@ -1,0 +1,266 @@
+"""Resource limits: cgroups v1 or v2 where this process may make them, rlimits everywhere.
+
+Directories are named after the spawner that made them (`venusrl-<pid namespace>-<pid>-<start time>`), so those of a
+spawner that died without cleaning up can be recognised and removed by the next one.
+"""
+
+import errno
+import os
+import resource
+import signal
+
+_PREFIX = "venusrl-"
+# The pids cgroup is the backstop; RLIMIT_NPROC, which the command's shell sets (see agent), stops commands first, so
+# that the agent can always start another.
+_PIDS_HEADROOM = 8
+OPEN_FILES = 4096
+
+
+def limit_agent(file_bytes: int, data_bytes: int | None) -> None:
+    """Limits of the agent that commands inherit: file size, open files, no core files, private data a process."""
+    # 1, not 0: both mean no core file, but only 1 keeps the host's core_pattern program from being run.
+    resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+    files = min(OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    if data_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (data_bytes, data_bytes))
+
+
+def process_limit(pids: int) -> int:
+    """RLIMIT_NPROC of commands: one more than the template's `pids`, for the agent is of the same user.
+
+    Linux >= 5.14 counts per user namespace, so sandboxes do not share the count even if they share the host user.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+    return pids + 1 if hard == resource.RLIM_INFINITY else min(pids + 1, hard)
+
+
+class Hierarchy:
+    """A directory of cgroupfs below which this process may make groups for one controller set."""
+
+    def __init__(self, directory: str, version: int, controllers: tuple[str, ...]):
+        self.directory = directory
+        self.version = version
+        self.controllers = controllers
+
+    def limits(self, memory_bytes: int, pids: int) -> list[tuple[str, str]]:
+        """(file, value) pairs to write into a new group. Files that a kernel lacks for swap are optional."""
+        pairs = []
+        if "memory" in self.controllers and self.version == 1:
+            pairs += [("memory.limit_in_bytes", str(memory_bytes)), ("memory.memsw.limit_in_bytes", str(memory_bytes))]
+        elif "memory" in self.controllers:
+            pairs += [("memory.max", str(memory_bytes)), ("memory.swap.max", "0")]
+        if "pids" in self.controllers:
+            pairs.append(("pids.max", str(pids + _PIDS_HEADROOM)))
+        return pairs
+
+    @property
+    def oom_file(self) -> str | None:
+        """The file of a group with a line `oom_kill N`."""
+        if "memory" not in self.controllers:
+            return None
+        return "memory.oom_control" if self.version == 1 else "memory.events"
+
+
+class Group:
+    """The cgroups of one sandbox."""
+
+    def __init__(self, directories: list[str], oom_path: str | None):
+        self._directories = directories
+        self.oom_fd = None if oom_path is None else os.open(oom_path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def join(self, pid: int) -> None:
+        """Moves a process in; its later children follow."""
+        for directory in self._directories:
+            _write(f"{directory}/cgroup.procs", str(pid))
+
+    def oom_kills(self) -> int:
+        """Processes of the group that the kernel killed for its memory limit so far."""
+        return read_oom_kills(self.oom_fd)
+
+    def remove(self) -> bool:
+        """Removes the directories; False if the kernel still holds one, then try again shortly."""
+        if self.oom_fd is not None:
+            os.close(self.oom_fd)
+            self.oom_fd = None
+        self._directories = [directory for directory in self._directories if not _remove(directory)]
+        return not self._directories
+
+
+def read_oom_kills(oom_fd: int | None) -> int:
+    """The counter behind a descriptor of `Hierarchy.oom_file`; 0 without one."""
+    if oom_fd is None:
+        return 0
+    for line in os.pread(oom_fd, 4096, 0).splitlines():
+        key, _, value = line.partition(b" ")
+        if key == b"oom_kill":
+            return int(value)
+    return 0
+
+
+class Cgroups:
+    """Makes the groups of one spawner."""
+
+    def __init__(self, hierarchies: list[Hierarchy]):
+        self.hierarchies = hierarchies
+
+    @property
+    def report(self) -> dict:
+        """{"memory": "v1" | "v2" | None, "pids": ...}: what is enforced for a sandbox as a whole."""
+        found: dict = {"memory": None, "pids": None}
+        for hierarchy in self.hierarchies:
+            found.update({name: f"v{hierarchy.version}" for name in hierarchy.controllers})
+        return found
+
+    def make(self, name: str, memory_bytes: int, pids: int) -> Group:
+        """The groups of a new sandbox, limits set. OSError if the kernel refuses one."""
+        directories, oom_path = [], None
+        for hierarchy in self.hierarchies:
+            directory = f"{hierarchy.directory}/{name}"
+            os.mkdir(directory)
+            directories.append(directory)
+            for file, value in hierarchy.limits(memory_bytes, pids):
+                if os.path.exists(f"{directory}/{file}"):
+                    _write(f"{directory}/{file}", value)
+            if hierarchy.oom_file is not None:
+                oom_path = f"{directory}/{hierarchy.oom_file}"
+        return Group(directories, oom_path)
+
+    def close(self) -> bool:
+        """Removes the spawner's own directories, after all its groups; False if the kernel still holds one."""
+        return all([_remove(hierarchy.directory) for hierarchy in self.hierarchies])
+
+
+def detect(mountinfo: str, own: str) -> Cgroups:
+    """Makes this spawner's directories where it may.
+
+    Args:
+      mountinfo: text of /proc/self/mountinfo.
+      own: text of /proc/self/cgroup.
+    """
+    mine = f"{_PREFIX}{_pid_namespace()}-{os.getpid()}-{start_time(os.getpid())}"
+    paths = {}
+    for line in own.splitlines():
+        _, names, path = line.split(":", 2)
+        paths.update({name: path for name in names.split(",")})
+    hierarchies: dict[str, Hierarchy] = {}
+    for root, point, kind, options in _cgroup_mounts(mountinfo):
+        version = 1 if kind == "cgroup" else 2
+        served = tuple(name for name in ("memory", "pids") if name not in hierarchies)
+        if version == 1:
+            served = tuple(name for name in served if name in options)
+            path = paths.get(served[0], "/") if served else "/"
+        else:
+            path = paths.get("", "/")
+        if not served:
+            continue
+        for parent in _parents(point, os.path.relpath(path, root)):
+            made = _make_spawner_directory(parent, mine, version, served)
+            if made is not None:
+                hierarchies.update({name: made for name in made.controllers})
+                break
+    return Cgroups(list({id(h): h for h in hierarchies.values()}.values()))
+
+
+def _cgroup_mounts(mountinfo: str) -> list[tuple[str, str, str, list[str]]]:
+    found = []
+    for line in mountinfo.splitlines():
+        left, _, right = line.partition(" - ")
+        kind, _, rest = right.partition(" ")
+        if kind in ("cgroup", "cgroup2"):
+            fields = left.split()
+            found.append((fields[3], fields[4], kind, rest.split()[-1].split(",")))
+    return sorted(found, key=lambda item: item[2])  # v1 first: a controller is bound to one version
+
+
+def _parents(point: str, relative: str) -> list[str]:
+    """Own group first, then its ancestors: v2 forbids groups below one that has processes."""
+    if relative.startswith(".."):
+        return [point]  # the path is outside of what this container sees
+    steps = [] if relative == "." else relative.split("/")
+    return ["/".join([point, *steps[:count]]) for count in range(len(steps), -1, -1)]
+
+
+def _make_spawner_directory(parent: str, name: str, version: int, wanted: tuple[str, ...]) -> Hierarchy | None:
+    directory = f"{parent}/{name}"
+    try:
+        os.mkdir(directory)
+    except OSError:
+        return None  # read-only, not ours, or not there
+    served = wanted
+    if version == 2:
+        try:
+            with open(f"{directory}/cgroup.controllers") as f:
+                served = tuple(set(wanted) & set(f.read().split()))
+            if served:
+                _write(f"{directory}/cgroup.subtree_control", " ".join(f"+{controller}" for controller in served))
+        except OSError:
+            served = ()
+    if not served:
+        _remove(directory)
+        return None
+    return Hierarchy(directory, version, served)
+
+
+def reap(mountinfo: str) -> None:
+    """Kills what dead spawners of this pid namespace left in any hierarchy, and removes their groups."""
+    for _, point, _, _ in _cgroup_mounts(mountinfo):
+        _reap_below(point)
+
+
+def _reap_below(point: str) -> None:
+    for parent, names, _ in os.walk(point):
+        for name in [name for name in names if name.startswith(_PREFIX)]:
+            names.remove(name)
+            namespace, _, rest = name[len(_PREFIX) :].partition("-")
+            pid, _, started = rest.partition("-")
+            if namespace != str(_pid_namespace()) or not pid.isdigit() or str(start_time(int(pid))) == started:
+                continue
+            for directory, _, _ in os.walk(f"{parent}/{name}", topdown=False):
+                _kill_members(directory)
+                _remove(directory)
+
+
+def _kill_members(directory: str) -> None:
+    try:
+        with open(f"{directory}/cgroup.procs") as f:
+            pids = [int(line) for line in f]
+    except OSError:
+        return
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
+def start_time(pid: int) -> int | None:
+    """Start of a process in clock ticks since boot, which with its pid names it for good; None if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as f:
+            return int(f.read().rpartition(b")")[2].split()[19])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def _pid_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _write(path: str, text: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)
+
+
+def _remove(directory: str) -> bool:
+    try:
+        os.rmdir(directory)
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        return error.errno not in (errno.EBUSY, errno.ENOTEMPTY)
+    return True

@@ -1,0 +1,179 @@
+"""The owner's side of one spawner process: starts it, asks it for sandboxes, hears of their end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from venusrl.core.errors import SandboxError, SandboxUnsupported
+from venusrl.sandbox import limits
+from venusrl.sandbox.spawner import PACKET_BYTES
+
+_START_WAIT_S = 30.0
+_END_WAIT_S = 15.0
+# -I and -S: no user site, no environment, no .pth files; the import path is then the standard library and ours.
+_BOOT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from venusrl.sandbox.spawner import main; main(sys.argv[1:])"
+
+
+class SpawnerLink:
+    """One spawner. Make it with `await SpawnerLink.open(...)`.
+
+    Attributes:
+      report: {"mode": "range" | "single", "cgroups": {"memory": ..., "pids": ...}, "seccomp": bool}.
+      process_id: pid of the spawner.
+      closed: set when the spawner is gone.
+    """
+
+    def __init__(self, process: subprocess.Popen, control: socket.socket, on_gone: Callable[[str, str], None]):
+        self._process = process
+        self._control = control
+        self._on_gone = on_gone
+        self._loop = asyncio.get_running_loop()
+        self._hello: asyncio.Future[dict] = self._loop.create_future()
+        self._creating: dict[str, asyncio.Future[socket.socket]] = {}
+        self._ending: dict[str, asyncio.Event] = {}
+        self.process_id = process.pid
+        self.report: dict = {}
+        self.closed = asyncio.Event()
+        self._loop.add_reader(control.fileno(), self._receive)
+
+    @classmethod
+    async def open(cls, on_gone: Callable[[str, str], None], python_prefix: str | None) -> SpawnerLink:
+        """Starts a spawner.
+
+        Args:
+          on_gone: called with (sandbox id, reason) when a sandbox has ended.
+          python_prefix: directory to show in sandboxes at /opt/python, or None.
+        Raises:
+          SandboxUnsupported: not Linux, or the spawner did not come up.
+        """
+        if sys.platform != "linux":
+            raise SandboxUnsupported(f"the process backend needs Linux >= 5.14, this is {sys.platform}")
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            root = str(Path(__file__).resolve().parents[2])
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _BOOT, root, str(theirs.fileno()), python_prefix or ""],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={"PATH": "/usr/bin:/bin"},
+                cwd="/",
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        ours.setblocking(False)
+        link = cls(process, ours, on_gone)
+        done, _ = await asyncio.wait({link._hello}, timeout=_START_WAIT_S)
+        if not done or link._hello.exception() is not None:
+            await link.close()
+            raise SandboxUnsupported(f"the spawner (pid {process.pid}) did not come up; see its error output above")
+        link.report = link._hello.result()
+        return link
+
+    async def create(self, sandbox_id: str, request: dict) -> socket.socket:
+        """A new sandbox's agent socket. SandboxUnsupported if the host refuses, SandboxError if the spawner died."""
+        future: asyncio.Future[socket.socket] = self._loop.create_future()
+        self._creating[sandbox_id] = future
+        self._ending[sandbox_id] = asyncio.Event()
+        try:
+            await self._tell({"op": "create", "id": sandbox_id, **request})
+        except SandboxError:
+            self._creating.pop(sandbox_id, None)
+            self._ending.pop(sandbox_id, None)
+            raise
+        return await future
+
+    async def end(self, sandbox_id: str, reason: str) -> None:
+        """Kills a sandbox; returns when its processes are gone. Nothing happens if they are already."""
+        gone = self._ending.get(sandbox_id)
+        if gone is None or self.closed.is_set():
+            return
+        with suppress(SandboxError):
+            await self._tell({"op": "kill", "id": sandbox_id, "reason": reason})
+        try:
+            await asyncio.wait_for(gone.wait(), _END_WAIT_S)
+        except TimeoutError:
+            raise SandboxError(f"sandbox {sandbox_id} did not end within {_END_WAIT_S} s of SIGKILL") from None
+
+    async def close(self) -> None:
+        """Ends the spawner and every sandbox of it."""
+        self._shut()
+        try:
+            await self._loop.run_in_executor(None, self._process.wait, _END_WAIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            await self._loop.run_in_executor(None, self._process.wait)
+        if self._process.returncode != 0:  # it could not clean up behind itself
+            await self._loop.run_in_executor(None, limits.reap, Path("/proc/self/mountinfo").read_text())
+
+    async def _tell(self, message: dict) -> None:
+        data = json.dumps(message).encode()
+        if len(data) > PACKET_BYTES:
+            raise SandboxError(f"a request of {len(data)} bytes is over {PACKET_BYTES}: make Template.env smaller")
+        if self.closed.is_set():
+            raise SandboxError("the spawner is gone")
+        try:
+            await self._loop.sock_sendall(self._control, data)
+        except OSError as error:
+            raise SandboxError(f"the spawner is gone ({error})") from error
+
+    def _receive(self) -> None:
+        try:
+            data, fds, _, _ = socket.recv_fds(self._control, PACKET_BYTES, 1)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            data, fds = b"", []
+        if not data:
+            self._shut()
+            return
+        message = json.loads(data)
+        event, sandbox_id = message["event"], message.get("id", "")
+        if event == "hello":
+            self._hello.set_result({key: message[key] for key in ("mode", "cgroups", "seccomp")})
+        elif event == "gone":
+            self._forget(sandbox_id, message["reason"])
+        else:
+            self._answer_create(sandbox_id, message, fds)
+
+    def _answer_create(self, sandbox_id: str, message: dict, fds: list[int]) -> None:
+        future = self._creating.pop(sandbox_id)
+        if message["event"] == "refused":
+            self._ending.pop(sandbox_id)
+            if not future.done():
+                future.set_exception(SandboxUnsupported(f"cannot make a sandbox: {message['error']}"))
+        elif future.done():
+            os.close(fds[0])  # the caller was cancelled; the closed socket ends the agent
+        else:
+            agent = socket.socket(fileno=fds[0])
+            agent.setblocking(False)
+            future.set_result(agent)
+
+    def _forget(self, sandbox_id: str, reason: str) -> None:
+        self._on_gone(sandbox_id, reason)
+        gone = self._ending.pop(sandbox_id, None)
+        if gone is not None:
+            gone.set()
+
+    def _shut(self) -> None:
+        """The spawner is gone, or is told to go by closing the socket. Its sandboxes die with it."""
+        if self.closed.is_set():
+            return
+        self.closed.set()
+        self._loop.remove_reader(self._control.fileno())
+        self._control.close()
+        if not self._hello.done():
+            self._hello.set_exception(SandboxError("the spawner died at its start"))
+        for future in self._creating.values():
+            if not future.done():
+                future.set_exception(SandboxError("the spawner died during create"))
+        self._creating.clear()
+        for sandbox_id in list(self._ending):
+            self._forget(sandbox_id, "node-lost")

@@ -1,0 +1,148 @@
+"""The Linux calls Python lacks: clone into namespaces, mounts, capabilities, a few prctl options.
+
+Only ctypes. Every function raises OSError with the call's name, so that a refused step says which one it was.
+"""
+
+import ctypes
+import os
+import signal
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWCGROUP = 0x02000000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+SANDBOX_NAMESPACES = (
+    CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP
+)
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
+MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV, MOUNT_ATTR_NOEXEC = 1, 2, 4, 8
+
+_AT_FDCWD, _AT_RECURSIVE, _MNT_DETACH = -100, 0x8000, 2
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
+_CAPABILITY_VERSION_3 = 0x20080522
+
+# Numbers of the calls glibc does not wrap, or not the way needed: (clone, pivot_root, mount_setattr, seccomp's arch).
+MACHINES = {"x86_64": (56, 155, 442, 0xC000003E), "aarch64": (220, 41, 442, 0xC00000B7)}
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC_WITH_GIL = ctypes.PyDLL(None, use_errno=True)
+
+
+def _check(result: int, what: str) -> int:
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+    return result
+
+
+def _number(index: int) -> int:
+    machine = os.uname().machine
+    if machine not in MACHINES:
+        raise OSError(38, f"machine {machine}: system call numbers are known for {', '.join(MACHINES)} only")
+    return MACHINES[machine][index]
+
+
+def clone(flags: int) -> int:
+    """fork() into new namespaces: 0 in the child, its pid in the parent. The caller must be single threaded.
+
+    One clone instead of unshare and two forks: the child is at once pid 1 of its pid namespace and a direct child
+    of the caller, which can therefore wait for it. The interpreter is told through its own fork hooks.
+    """
+    arguments = [ctypes.c_long(value) for value in (_number(0), flags | signal.SIGCHLD, 0, 0, 0, 0)]
+    ctypes.pythonapi.PyOS_BeforeFork()
+    pid = _LIBC_WITH_GIL.syscall(*arguments)
+    if pid == 0:
+        ctypes.pythonapi.PyOS_AfterFork_Child()
+        return 0
+    ctypes.pythonapi.PyOS_AfterFork_Parent()
+    return _check(pid, "clone into namespaces")
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+    """mount(2)."""
+    encoded = [None if text is None else os.fsencode(text) for text in (source, target, kind, data)]
+    result = _LIBC.mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3])
+    _check(result, f"mount {source} on {target}")
+
+
+class _MountAttr(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("attr_set", "attr_clr", "propagation", "userns_fd"))
+
+
+def set_mount_flags(target: str, attributes: int, recursive: bool) -> None:
+    """Adds MOUNT_ATTR_* to a mount, and to those below it. Needs Linux 5.12."""
+    attr = _MountAttr(attributes, 0, 0, 0)
+    flags = _AT_RECURSIVE if recursive else 0
+    result = _LIBC.syscall(
+        ctypes.c_long(_number(2)),
+        ctypes.c_long(_AT_FDCWD),
+        os.fsencode(target),
+        ctypes.c_ulong(flags),
+        ctypes.byref(attr),
+        ctypes.c_size_t(ctypes.sizeof(attr)),
+    )
+    _check(result, f"mount_setattr {target}")
+
+
+def pivot_to(path: str) -> None:
+    """Makes the mount at `path` the root and drops the old root with everything below it."""
+    os.chdir(path)
+    _check(_LIBC.syscall(ctypes.c_long(_number(1)), b".", b"."), f"pivot_root {path}")
+    _check(_LIBC.umount2(b".", _MNT_DETACH), "unmount the old root")
+    os.chdir("/")
+
+
+def set_hostname(name: str) -> None:
+    """sethostname(2), 64 bytes at most."""
+    raw = name.encode()[:64]
+    _check(_LIBC.sethostname(raw, ctypes.c_size_t(len(raw))), "sethostname")
+
+
+def _prctl(option: int, value: int, what: str) -> None:
+    zero = ctypes.c_ulong(0)
+    _check(_LIBC.prctl(option, ctypes.c_ulong(value), zero, zero, zero), what)
+
+
+def set_dumpable(on: bool) -> None:
+    """Off: other processes of the same user cannot read this one's memory, descriptors or environment in /proc."""
+    _prctl(_PR_SET_DUMPABLE, int(on), "prctl dumpable")
+
+
+def die_with_parent() -> None:
+    """SIGKILL when the parent dies. A later change of credentials clears it, so call it after the last one."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, "prctl pdeathsig")
+
+
+def set_no_new_privs() -> None:
+    """No execve gives privileges from here on (setuid bits and file capabilities are ignored)."""
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1, "prctl no_new_privs")
+
+
+def drop_bounding_set() -> None:
+    """Empties the capability bounding set."""
+    with open("/proc/sys/kernel/cap_last_cap") as f:
+        last = int(f.read())
+    for capability in range(last + 1):
+        _prctl(_PR_CAPBSET_DROP, capability, f"drop capability {capability}")
+
+
+def clear_capabilities() -> None:
+    """Empties the effective, permitted and inheritable sets."""
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    _check(_LIBC.capset(ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)())), "capset")
+
+
+class _SockFprog(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
+
+
+def install_seccomp(program: bytes) -> None:
+    """Installs a classic BPF program (8-byte instructions) as this process's system call filter."""
+    fprog = _SockFprog(len(program) // 8, program)
+    zero = ctypes.c_ulong(0)
+    _check(_LIBC.prctl(22, ctypes.c_ulong(2), ctypes.byref(fprog), zero, zero), "install the seccomp filter")

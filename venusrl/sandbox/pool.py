@@ -1,0 +1,181 @@
+"""SandboxPool: the sandboxes of one owner on this host, and the lease that ends them with it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from venusrl.core.errors import ConfigError, SandboxCapacity, SandboxError
+from venusrl.sandbox.client import ProcessSandbox
+from venusrl.sandbox.contract import WORKSPACE, Template
+from venusrl.sandbox.gate import Gate
+from venusrl.sandbox.link import SpawnerLink
+from venusrl.sandbox.rootfs import PYTHON_HOME
+
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """A pool's state: sandboxes alive, callers waiting, sandboxes created, ends by reason, spawners started."""
+
+    alive: int
+    waiting: int
+    created: int
+    ended: dict[str, int] = field(default_factory=dict)
+    spawners: int = 0
+
+
+class SandboxPool:
+    """Makes process sandboxes, at most `max_sandboxes` at once. Belongs to one event loop; use `async with`.
+
+    Args:
+      max_sandboxes: sandboxes alive at once; further create calls wait in order of arrival.
+      wait_s: seconds a create call waits for a place before SandboxCapacity.
+      python_prefix: directory of the interpreter that `python3` is inside; by default the owner's. One below /usr
+        is there anyway and needs no bind.
+    """
+
+    def __init__(self, *, max_sandboxes: int, wait_s: float = 60.0, python_prefix: str = sys.base_prefix):
+        if max_sandboxes < 1:
+            raise ConfigError(f"SandboxPool.max_sandboxes={max_sandboxes}: give at least 1")
+        if not wait_s >= 0:
+            raise ConfigError(f"SandboxPool.wait_s={wait_s}: give seconds, 0 or more")
+        self._wait_s = wait_s
+        self._gate = Gate(max_sandboxes)
+        prefix = str(Path(python_prefix).resolve())
+        self._python_prefix = None if prefix == "/usr" or prefix.startswith("/usr/") else prefix
+        self._python_bin = f"{prefix if self._python_prefix is None else PYTHON_HOME}/bin"
+        self._link: SpawnerLink | None = None
+        self._link_lock = asyncio.Lock()
+        self._alive: dict[str, ProcessSandbox | None] = {}
+        self._created = 0
+        self._spawners = 0
+        self._ended: Counter[str] = Counter()
+        self._closed = False
+
+    async def __aenter__(self) -> SandboxPool:
+        await self._spawner()
+        return self
+
+    async def __aexit__(self, *exc_info) -> None:
+        await self.close()
+
+    @property
+    def alive(self) -> int:
+        """Sandboxes that exist or are being made or ended."""
+        return len(self._alive)
+
+    @property
+    def host(self) -> dict:
+        """What the present spawner found: mode, cgroups, seccomp (see SpawnerLink.report)."""
+        return {} if self._link is None else dict(self._link.report)
+
+    @property
+    def spawner_pid(self) -> int | None:
+        """Process id of the present spawner."""
+        return None if self._link is None else self._link.process_id
+
+    def stats(self) -> PoolStats:
+        """Counts since the pool was made."""
+        return PoolStats(self.alive, self._gate.waiting, self._created, dict(self._ended), self._spawners)
+
+    async def create(self, template: Template) -> ProcessSandbox:
+        """A new sandbox with the template's files in place.
+
+        Raises:
+          SandboxCapacity: no place within wait_s.
+          SandboxUnsupported: the host cannot make sandboxes; the message names the settings.
+          SandboxError: the pool is closed, or the spawner died during the call (the next call starts another).
+          OSError: a file of the template does not fit on its disk.
+        """
+        if self._closed:
+            raise SandboxError("the pool is closed")
+        try:
+            await self._gate.enter(self._wait_s)
+        except TimeoutError:
+            raise SandboxCapacity(
+                f"no place for {template.name!r} within wait_s={self._wait_s}: {self.alive} sandboxes alive; "
+                "kill some, wait, or raise max_sandboxes"
+            ) from None
+        self._created += 1
+        sandbox_id = f"sb-{os.getpid()}-{id(self) & 0xFFFFFF:x}-{self._created}"
+        self._alive[sandbox_id] = None
+        sandbox, link, complete = None, None, False
+        try:
+            link = await self._spawner()
+            agent = await link.create(sandbox_id, self._request(template))
+            streams = await asyncio.open_connection(sock=agent)
+            sandbox = ProcessSandbox(sandbox_id, template, streams, link.end)
+            if sandbox_id in self._alive:
+                self._alive[sandbox_id] = sandbox
+            else:
+                sandbox.mark_lost("node-lost")
+            await sandbox.start()
+            complete = True
+            return sandbox
+        finally:
+            if not complete:
+                await self._abandon(sandbox_id, sandbox, link)
+
+    async def close(self) -> None:
+        """Kills every sandbox with reason "closed" and ends the spawner. Idempotent."""
+        self._closed = True
+        self._gate.refuse_all(SandboxError("the pool is closed"))
+        for sandbox in list(self._alive.values()):
+            if sandbox is not None:
+                sandbox.mark_lost("closed")
+        async with self._link_lock:
+            if self._link is not None:
+                await self._link.close()
+                self._link = None
+
+    def _request(self, template: Template) -> dict:
+        env = {
+            "PATH": f"{self._python_bin}:{_PATH}",
+            "HOME": WORKSPACE,
+            "USER": "sandbox",
+            "LOGNAME": "sandbox",
+            "SHELL": "/bin/bash",
+            "LANG": "C.UTF-8",
+            "TERM": "dumb",
+            "PAGER": "cat",
+            **template.env,
+        }
+        names = ("memory_bytes", "pids", "file_bytes", "disk_bytes", "output_bytes", "ttl_s")
+        return {"env": env, **{name: getattr(template, name) for name in names}}
+
+    async def _spawner(self) -> SpawnerLink:
+        """The present spawner, or a new one if it died."""
+        async with self._link_lock:
+            if self._closed:
+                raise SandboxError("the pool is closed")
+            if self._link is not None and self._link.closed.is_set():
+                await self._link.close()  # collects the dead process
+                self._link = None
+            if self._link is None:
+                self._link = await SpawnerLink.open(self._on_gone, self._python_prefix)
+                self._spawners += 1
+            return self._link
+
+    def _on_gone(self, sandbox_id: str, reason: str) -> None:
+        if sandbox_id not in self._alive:
+            return
+        sandbox = self._alive.pop(sandbox_id)
+        if sandbox is not None:
+            sandbox.mark_lost(reason)
+            reason = sandbox.lost or reason
+        self._ended[reason] += 1
+        self._gate.leave()
+
+    async def _abandon(self, sandbox_id: str, sandbox: ProcessSandbox | None, link: SpawnerLink | None) -> None:
+        """After a failed or cancelled create: the sandbox, as far as it came to be, and its place."""
+        if sandbox is not None:
+            sandbox.mark_lost("killed")
+        if link is not None:
+            await link.end(sandbox_id, "killed")
+        self._on_gone(sandbox_id, "killed")

@@ -1,0 +1,290 @@
+"""The spawner: a small single-threaded process that forks sandboxes and ends them.
+
+The owner has JAX, threads and a large heap, so it must not fork; the spawner imports a dozen standard modules and
+forks in a fraction of a millisecond. It ends, and with it every sandbox, when its owner does: at end of file on the
+control socket, or when the owner's pidfd says so (a fork of the owner could hold the socket open).
+
+Messages are JSON, one a packet (SOCK_SEQPACKET).
+  in:  create {id, disk_bytes, file_bytes, memory_bytes, pids, output_bytes, ttl_s, env}; kill {id, reason}
+  out: hello {mode, cgroups, seccomp}; created {id, pid} with the agent's socket; refused {id, error};
+       gone {id, reason}
+"""
+
+import errno
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+
+from venusrl.sandbox import limits, namespaces, rootfs, seccomp
+from venusrl.sandbox.agent import Agent
+from venusrl.sandbox.wire import pack
+
+PACKET_BYTES = 1 << 17
+# Host users given to sandboxes: 64 Ki each, in a range no distribution assigns.
+_FIRST_USER, _USERS, _RANGES = 0x70000000, 65536, 3072
+_REMOVE_RETRY_S = 0.02
+_USER_NAMESPACE_FIX = (
+    "this host does not let this process make a sandbox. Run as root, or allow unprivileged user namespaces: "
+    "sysctl user.max_user_namespaces > 0, kernel.unprivileged_userns_clone=1 (Debian), "
+    "kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu); in a container, use a seccomp profile that allows "
+    "clone with namespaces and mount (Docker: --security-opt seccomp=unconfined --security-opt "
+    "systempaths=unconfined --cap-add SYS_ADMIN)"
+)
+
+
+class _Box:
+    """One sandbox as the spawner sees it."""
+
+    def __init__(self, box_id: str, pid: int, group: limits.Group, expires: float):
+        self.id = box_id
+        self.pid = pid
+        self.pidfd = os.pidfd_open(pid)
+        self.group = group
+        self.expires = expires
+        self.reason: str | None = None
+
+
+class Spawner:
+    """Args: control: the packet socket to the owner; python_prefix: directory to show at /opt/python, or None."""
+
+    def __init__(self, control: socket.socket, python_prefix: str | None):
+        self._control = control
+        self._python_prefix = python_prefix
+        with open("/proc/self/mountinfo") as mounts, open("/proc/self/cgroup") as own:
+            mountinfo = mounts.read()
+            limits.reap(mountinfo)
+            self._cgroups = limits.detect(mountinfo, own.read())
+        self._range_mode = os.geteuid() == 0 and _range_is_mapped()
+        self._made = 0
+        self._boxes: dict[int, _Box] = {}
+        self._unremoved: list[limits.Group] = []
+        self._life_read, self._life_write = os.pipe2(os.O_CLOEXEC)
+        self._owner_fd = os.pidfd_open(os.getppid())
+        self._poll = select.poll()
+
+    def run(self) -> None:
+        """Serves until the owner is gone, then ends every sandbox."""
+        self._poll.register(self._control.fileno(), select.POLLIN)
+        self._poll.register(self._owner_fd, select.POLLIN)
+        mode = "range" if self._range_mode else "single"
+        has_seccomp = seccomp.supported(os.uname().machine)
+        try:
+            self._tell({"event": "hello", "mode": mode, "cgroups": self._cgroups.report, "seccomp": has_seccomp})
+            while self._step():
+                pass
+        except ConnectionError:
+            pass  # the owner went away while being told something
+        finally:
+            self._end_all()
+
+    def _step(self) -> bool:
+        ready = {fd for fd, _ in self._poll.poll(self._poll_ms())}
+        if self._owner_fd in ready:
+            return False
+        for box in [box for fd, box in self._boxes.items() if fd in ready]:
+            self._collect(box)
+        if self._control.fileno() in ready:
+            packet = self._control.recv(PACKET_BYTES)
+            if not packet:
+                return False
+            self._serve(json.loads(packet))
+        now = time.monotonic()
+        for box in self._boxes.values():
+            if box.reason is None and now >= box.expires:
+                self._kill(box, "ttl")
+        self._unremoved = [group for group in self._unremoved if not group.remove()]
+        return True
+
+    def _poll_ms(self) -> float | None:
+        waits = [box.expires - time.monotonic() for box in self._boxes.values() if box.reason is None]
+        if self._unremoved:
+            waits.append(_REMOVE_RETRY_S)
+        return max(0.0, min(waits)) * 1000.0 + 0.5 if waits else None
+
+    def _serve(self, message: dict) -> None:
+        if message["op"] == "create":
+            self._create(message)
+            return
+        for box in self._boxes.values():
+            if box.id == message["id"]:
+                self._kill(box, message["reason"])
+                return
+
+    def _kill(self, box: _Box, reason: str) -> None:
+        if box.reason is None:
+            box.reason = reason
+        signal.pidfd_send_signal(box.pidfd, signal.SIGKILL)
+
+    def _collect(self, box: _Box) -> None:
+        """After process 1 ended, and with it, by the kernel's rule, every process of the sandbox."""
+        _, status = os.waitpid(box.pid, 0)
+        killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        if box.reason is None:
+            box.reason = "oom" if killed and box.group.oom_kills() > 0 else "killed"
+        del self._boxes[box.pidfd]
+        self._poll.unregister(box.pidfd)
+        os.close(box.pidfd)
+        if not box.group.remove():
+            self._unremoved.append(box.group)
+        self._tell({"event": "gone", "id": box.id, "reason": box.reason})
+
+    def _end_all(self) -> None:
+        for box in self._boxes.values():
+            self._kill(box, "node-lost")
+        for box in self._boxes.values():
+            os.waitpid(box.pid, 0)
+            self._unremoved.append(box.group)
+        give_up = time.monotonic() + 2.0
+        while time.monotonic() < give_up:
+            self._unremoved = [group for group in self._unremoved if not group.remove()]
+            if not self._unremoved and self._cgroups.close():
+                return
+            time.sleep(_REMOVE_RETRY_S)
+
+    def _tell(self, message: dict, fds: tuple[int, ...] = ()) -> None:
+        data = json.dumps(message).encode()
+        if fds:
+            socket.send_fds(self._control, [data], list(fds))
+        else:
+            self._control.send(data)
+
+    # Creation
+
+    def _create(self, request: dict) -> None:
+        self._made += 1
+        group = limits.Group([], None)
+        try:
+            group = self._cgroups.make(request["id"], request["memory_bytes"], request["pids"])
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                pid = self._fork(request, group, theirs)
+                box = _Box(request["id"], pid, group, time.monotonic() + request["ttl_s"])
+                self._boxes[box.pidfd] = box
+                self._poll.register(box.pidfd, select.POLLIN)
+                self._tell({"event": "created", "id": box.id, "pid": pid}, (ours.fileno(),))
+        except OSError as error:
+            if isinstance(error, ConnectionError):
+                raise
+            if not group.remove():
+                self._unremoved.append(group)
+            refused = error.errno in (errno.EPERM, errno.ENOSPC, errno.EUSERS, errno.EINVAL, errno.EACCES)
+            text = f"{error}; {_USER_NAMESPACE_FIX}" if refused else str(error)
+            self._tell({"event": "refused", "id": request["id"], "error": text})
+
+    def _fork(self, request: dict, group: limits.Group, agent_end: socket.socket) -> int:
+        gate_read, gate_write = os.pipe2(os.O_CLOEXEC)
+        try:
+            pid = namespaces.clone(namespaces.SANDBOX_NAMESPACES)
+            if pid == 0:
+                os.close(gate_write)
+                self._become_agent(request, group.oom_fd, agent_end, gate_read)
+            try:
+                group.join(pid)
+                self._map_users(pid)
+                os.write(gate_write, b"1")
+            except OSError:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                raise
+            return pid
+        finally:
+            os.close(gate_read)
+            os.close(gate_write)
+
+    def _map_users(self, pid: int) -> None:
+        """Gives the new user namespace its users, from outside, as the kernel demands."""
+        if self._range_mode:
+            base = _FIRST_USER + _USERS * ((os.getpid() + self._made) % _RANGES)
+            users = groups = f"0 {base} {_USERS}"
+        else:
+            users, groups = f"{rootfs.USER_ID} {os.geteuid()} 1", f"{rootfs.USER_ID} {os.getegid()} 1"
+            _write(f"/proc/{pid}/setgroups", "deny")
+        _write(f"/proc/{pid}/uid_map", users)
+        _write(f"/proc/{pid}/gid_map", groups)
+
+    # In the new process
+
+    def _become_agent(self, request: dict, oom_fd: int | None, control: socket.socket, gate_read: int) -> None:
+        """Never returns. A step that fails is reported to the owner on the agent's socket."""
+        try:
+            os.close(self._life_write)
+            if os.read(gate_read, 1) != b"1":
+                return
+            control = self._keep_only(control, oom_fd)
+            self._confine(request)
+            data_bytes = None if self._cgroups.report["memory"] else request["memory_bytes"]
+            limits.limit_agent(request["file_bytes"], data_bytes)
+            Agent(control, self._life_read, oom_fd, request["pids"], request["output_bytes"], request["env"]).serve()
+        except OSError as error:
+            control.sendall(pack({"setup_error": f"{error}; {_USER_NAMESPACE_FIX}"}))
+        finally:
+            os._exit(0)
+
+    def _keep_only(self, control: socket.socket, oom_fd: int | None) -> socket.socket:
+        """Closes the spawner's descriptors: its control socket, its pidfds, other sandboxes' counters."""
+        keep = sorted(fd for fd in (control.fileno(), self._life_read, oom_fd) if fd is not None)
+        null = os.open("/dev/null", os.O_RDWR)
+        for fd in (0, 1, 2):
+            os.dup2(null, fd)
+        low = 3
+        for fd in keep:
+            os.closerange(low, fd)
+            low = fd + 1
+        os.closerange(low, os.sysconf("SC_OPEN_MAX"))
+        return control
+
+    def _confine(self, request: dict) -> None:
+        os.setsid()
+        os.umask(0o022)
+        prefix = self._python_prefix
+        python_fd = rootfs.open_python(prefix)
+        if self._range_mode:
+            os.setgroups([])
+            os.setresgid(0, 0, 0)
+            os.setresuid(0, 0, 0)
+        namespaces.set_hostname(request["id"])
+        rootfs.enter(request["id"], request["disk_bytes"], python_fd, prefix)
+        namespaces.drop_bounding_set()
+        if self._range_mode:
+            os.setresgid(rootfs.USER_ID, rootfs.USER_ID, rootfs.USER_ID)
+            os.setresuid(rootfs.USER_ID, rootfs.USER_ID, rootfs.USER_ID)
+        namespaces.clear_capabilities()
+        namespaces.set_no_new_privs()
+        namespaces.set_dumpable(False)
+        machine = os.uname().machine
+        if seccomp.supported(machine):
+            namespaces.install_seccomp(seccomp.program(machine))
+        # Last, for a change of credentials clears it. If the spawner died before, the pipe has ended already.
+        namespaces.die_with_parent()
+
+
+def _range_is_mapped() -> bool:
+    """Whether the users for sandboxes exist in this process's own user namespace (in a container they may not)."""
+    last = _FIRST_USER + _USERS * _RANGES
+    with open("/proc/self/uid_map") as f:
+        rows = [[int(field) for field in line.split()] for line in f]
+    return any(first <= _FIRST_USER and last <= first + count for first, _, count in rows)
+
+
+def _write(path: str, text: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)
+
+
+def main(arguments: list[str]) -> None:
+    """Arguments: descriptor of the control socket, python prefix or an empty string."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C in a terminal is the owner's affair
+    control = socket.socket(fileno=int(arguments[0]))
+    control.set_inheritable(False)
+    Spawner(control, arguments[1] or None).run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,56 @@
+"""Frames between the owner and an agent: two lengths, a JSON header, a binary body.
+
+The stream carries `!II` (header bytes, body bytes), then both parts. The same format is read by the agent with a
+blocking socket and by the owner with an asyncio StreamReader.
+"""
+
+import json
+import struct
+
+LENGTHS = struct.Struct("!II")
+MAX_HEADER_BYTES = 16 << 20
+MAX_BODY_BYTES = 1 << 30
+
+
+class WireError(ConnectionError):
+    """The peer closed in the middle of a frame or sent an impossible length."""
+
+
+def pack(header: dict, body: bytes = b"") -> bytes:
+    """One frame as bytes. Lone surrogates (undecodable file names) survive, as JSON escapes."""
+    head = json.dumps(header, separators=(",", ":")).encode("ascii")
+    if len(head) > MAX_HEADER_BYTES or len(body) > MAX_BODY_BYTES:
+        raise WireError(f"frame of {len(head)}+{len(body)} bytes is over the limit")
+    return LENGTHS.pack(len(head), len(body)) + head + body
+
+
+def check_lengths(raw: bytes) -> tuple[int, int]:
+    """(header bytes, body bytes) of a frame's first 8 bytes; WireError if over the limits."""
+    head, body = LENGTHS.unpack(raw)
+    if head > MAX_HEADER_BYTES or body > MAX_BODY_BYTES:
+        raise WireError(f"peer announced a frame of {head}+{body} bytes")
+    return head, body
+
+
+def recv_exactly(sock, count: int) -> bytes:
+    """Reads `count` bytes from a blocking socket; WireError at end of stream."""
+    buffer = bytearray(count)
+    view, done = memoryview(buffer), 0
+    while done < count:
+        got = sock.recv_into(view[done:])
+        if got == 0:
+            raise WireError("peer closed")
+        done += got
+    return bytes(buffer)
+
+
+def recv_frame(sock) -> tuple[dict, bytes]:
+    """Next frame from a blocking socket."""
+    head, body = check_lengths(recv_exactly(sock, LENGTHS.size))
+    return json.loads(recv_exactly(sock, head)), recv_exactly(sock, body)
+
+
+async def read_frame(reader) -> tuple[dict, bytes]:
+    """Next frame from an asyncio StreamReader; IncompleteReadError at end of stream."""
+    head, body = check_lengths(await reader.readexactly(LENGTHS.size))
+    return json.loads(await reader.readexactly(head)), await reader.readexactly(body)
