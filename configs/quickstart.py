@@ -14,10 +14,14 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
     c = base.get_config()
     c.model.name = "tiny"
     c.model.checkpoint = "envs/repair/warmstart"
-    c.steps = 60
+    c.steps = 120
+    c.max_minutes = 8.0
     c.batch_groups = 8
+    c.rollout.prefill_rows = (2, 6, 16)
+    c.rollout.prefill_tokens = (16, 48, 128)
     c.learner.learning_rate = 3e-4
-    c.eval.every = 20
+    c.learner.skip_zero_variance = True
+    c.eval.every = 30
     c.eval.tasks = 200
     if arg == "smoke":
         c.steps, c.batch_groups, c.group_size, c.eval.tasks, c.checkpoint.every = 2, 2, 4, 8, 1

@@ -1,14 +1,30 @@
-"""Checks a configuration against configs/base.py, and writes it next to the run."""
+"""Reads a configuration from flags, checks it against configs/base.py, and writes it next to the run."""
 
 import difflib
 import json
 import os
+import sys
 from pathlib import Path
 
+from absl import app, flags, logging
 from ml_collections import config_dict
 
 from configs import base
 from venusrl.core.errors import ConfigError
+
+
+def parse_flags(argv: list[str]) -> list[str]:
+    """The flags_parser of app.run: an override of no field ends the program with one line; quiet below WARNING."""
+    try:
+        rest = app.parse_flags_with_usage(argv)
+    except (AttributeError, KeyError) as error:  # what ml_collections raises for it
+        said = error
+        while isinstance(said, Exception) and said.args:  # it wraps one in the other
+            said = said.args[0]
+        sys.exit(f"ConfigError: an override names no field: {' '.join(str(said).split())}")
+    if flags.FLAGS["verbosity"].using_default_value:  # app.run would make it INFO, a page a checkpoint
+        flags.FLAGS.verbosity = logging.WARNING
+    return rest
 
 
 def check_config(config: config_dict.ConfigDict) -> None:
@@ -65,9 +81,13 @@ def load_config(workdir: str | os.PathLike) -> config_dict.ConfigDict:
     path = Path(workdir) / "config.json"
     if not path.is_file():
         raise ConfigError(f"no config.json in {workdir}; --workdir must be the folder of a run")
-    config = config_dict.ConfigDict(json.loads(path.read_text()))
-    for name in ("prefill_rows", "prefill_tokens", "read_lengths"):
-        config.rollout[name] = tuple(config.rollout[name])
-    config.learner.mesh = tuple(config.learner.mesh)
+    config = config_dict.ConfigDict(_with_tuples(json.loads(path.read_text()), base.get_config()))
     check_config(config)
     return config
+
+
+def _with_tuples(given, default):
+    """`given` as read from JSON, with tuples where `default` has them."""
+    if isinstance(default, config_dict.ConfigDict) and isinstance(given, dict):
+        return {name: _with_tuples(value, default.get(name)) for name, value in given.items()}
+    return tuple(given) if isinstance(default, tuple) and isinstance(given, list) else given

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 from ml_collections import config_dict
 
+from envs.bash.env import BashTasks
 from envs.repair.env import RepairTasks
 from venusrl.coordinator.coordinator import Coordinator, CoordinatorOptions
 from venusrl.coordinator.prompts import PromptStream
@@ -27,6 +28,7 @@ from venusrl.learner.step import StepOptions
 from venusrl.models import hf
 from venusrl.models.chat import ChatFormat
 from venusrl.models.config import ModelConfig, model_config
+from venusrl.models.gguf import GgufFile, find_packaged
 from venusrl.models.tokenizer import Tokenizer
 from venusrl.rollout.engine.engine import Engine, EngineOptions
 from venusrl.rollout.engine.jax_worker import JaxWorker
@@ -66,8 +68,14 @@ def load_model(config: config_dict.ConfigDict) -> Model:
         tokenizer = Tokenizer.load(Path(m.checkpoint) / "tokenizer.json")
         chat = ChatFormat(tokenizer)
         params = hf.load(m.checkpoint, shape)
+    elif m.source == "gguf":
+        file = GgufFile(find_packaged(m.checkpoint))
+        tokenizer = file.tokenizer()
+        chat = ChatFormat(tokenizer)
+        chat.check_template(file.chat_template())
+        params = file.params(shape)
     else:
-        raise ConfigError(f"model.source={m.source!r} is unknown; use 'hf'")
+        raise ConfigError(f"model.source={m.source!r} is unknown; use 'hf' or 'gguf'")
     if tokenizer.vocab_size > shape.vocab_size:
         raise ConfigError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, model.name={m.name!r} only {shape.vocab_size}"
@@ -102,7 +110,7 @@ def make_learner(config: config_dict.ConfigDict, shape: ModelConfig) -> Learner:
         optimizer,
         make_mesh(tuple(o.mesh)),
         StepOptions(config.rollout.temperature or 1.0, o.logprob_chunk),
-        LearnerOptions(o.row_length, o.rows_per_part, o.minibatches, o.max_skipped),
+        LearnerOptions(o.row_length, o.rows_per_part, o.minibatches, o.max_skipped, o.skip_zero_variance),
     )
 
 
@@ -125,7 +133,7 @@ def make_tasks(config: config_dict.ConfigDict, pool: SandboxPool, split: str) ->
       ConfigError: no such environment.
     """
     e = config.env
-    kinds = {"repair": RepairTasks}
+    kinds = {"repair": RepairTasks, "bash": BashTasks}
     if e.name not in kinds:
         raise ConfigError(f"env.name={e.name!r} is unknown; one of {', '.join(kinds)}")
     count = e.train_tasks if split == "train" else e.heldout_tasks

@@ -13,7 +13,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from launchers import system
-from launchers.configuration import check_config
+from launchers.configuration import check_config, parse_flags
 from launchers.training import TrainingRun
 from venusrl.core.errors import VenusError
 
@@ -34,5 +34,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    flags.FLAGS.set_default("verbosity", logging.WARNING)  # checkpointing logs a page a save at INFO
-    app.run(main)
+    app.run(main, flags_parser=parse_flags)

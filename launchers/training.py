@@ -2,12 +2,14 @@
 
 import asyncio
 import dataclasses
+import fcntl
 import logging
 import signal
 import statistics
 import time
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 from ml_collections import config_dict
@@ -50,6 +52,21 @@ class Clocks:
         return (self.train_s + running) / 60
 
 
+def _lock(workdir: Path) -> TextIO:
+    """Holds the folder of a run for as long as the file is open; the system lets go of it when the process ends.
+
+    Raises:
+      ConfigError: another process holds it.
+    """
+    file = open(workdir / "lock", "w")  # noqa: SIM115 - open for as long as the run
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise ConfigError(f"another process is training in {workdir}; use another --workdir, or stop it") from error
+    return file
+
+
 class TrainingRun:
     """One run in one folder; started again in the same folder, it goes on."""
 
@@ -60,6 +77,7 @@ class TrainingRun:
         self.learner = system.make_learner(config, self.model.config)
         self.coordinator = system.make_coordinator(config)
         self.workdir.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(self.workdir)
         self.checkpoints = Checkpointer(self.workdir / "checkpoints", config.checkpoint.keep)
         self.checkpoint_failures = 0
         self.clocks = Clocks()
@@ -88,11 +106,9 @@ class TrainingRun:
             params = self.learner.state.params
             async with system.open_rollout(self.config, self.model, params, self.step) as rollout:
                 self._rollout = rollout
-                if self.step == 0:
+                if not self.heldout:
                     await self._evaluate()
                 await self._train()
-                if self._finished() and not (self.heldout and self.heldout[-1][0] == self.step):
-                    await self._evaluate()
                 self._save(final=True)
         self._close()
 
@@ -105,6 +121,8 @@ class TrainingRun:
     # The loop
 
     async def _train(self) -> None:
+        for group in self.coordinator.open_groups:
+            self._rollout.training.open_group(group)
         for trajectory in self.coordinator.restart_unfinished():
             self._start(trajectory)
         self.clocks.on()
@@ -124,14 +142,9 @@ class TrainingRun:
 
     async def _next_outcome(self) -> None:
         """Waits for a trajectory to end, or for somebody to ask to stop."""
-        ended = asyncio.ensure_future(self._rollout.training.outcomes.get())
-        stop = asyncio.ensure_future(self._stop_event.wait())
-        done, waiting = await asyncio.wait({ended, stop}, return_when=asyncio.FIRST_COMPLETED)
-        for task in waiting:
-            task.cancel()
-        if ended not in done:
+        outcome = await self._unless_stopped(self._rollout.training.outcomes.get())
+        if outcome is None:
             return
-        outcome = ended.result()
         group = self.coordinator.group(outcome.trajectory.group_id)
         if group is None:
             return  # its group has failed meanwhile
@@ -157,6 +170,18 @@ class TrainingRun:
                 f"{group.reasons[-1]}. Fix the task or the sandbox, then run the same command again"
             )
 
+    async def _unless_stopped(self, call: Coroutine):
+        """The result of `call`; None, with `call` cancelled, where somebody asks to stop first."""
+        task = asyncio.ensure_future(call)
+        stop = asyncio.ensure_future(self._stop_event.wait())
+        await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if task.done():
+            return task.result()
+        task.cancel()
+        await asyncio.wait({task})
+        return None
+
     async def _update(self, batch: Batch, mark: float) -> bool:
         waited = time.monotonic() - mark
         metrics = await asyncio.to_thread(self.learner.update, batch, lambda: self.stopping)
@@ -175,7 +200,7 @@ class TrainingRun:
 
     async def _after_update(self) -> None:
         c = self.config
-        if c.eval.every and self.step % c.eval.every == 0:
+        if self._finished() or (c.eval.every and self.step % c.eval.every == 0):
             self.clocks.off()
             await self._evaluate()
             self.clocks.on()
@@ -225,9 +250,11 @@ class TrainingRun:
 
     async def _evaluate(self) -> None:
         e = self.config.eval
-        result = await evaluate(
-            self._rollout.evaluation, self._rollout.heldout_tasks, e.tasks, self.config.rollout.slots
+        result = await self._unless_stopped(
+            evaluate(self._rollout.evaluation, self._rollout.heldout_tasks, e.tasks, self.config.rollout.slots)
         )
+        if result is None:
+            return
         low, high = wilson(result.successes, len(result.trajectories))
         self.heldout.append((self.step, result.rate))
         row = {
@@ -263,11 +290,11 @@ class TrainingRun:
     # What survives it
 
     def _restore(self) -> int:
-        """Goes on from the newest checkpoint, or starts anew; returns the step."""
+        """Goes on from the newest checkpoint, or starts anew; returns the last step whose rows are to be kept."""
         restored = self.checkpoints.restore(self.learner.abstract_state())
         if restored is None:
             self.learner.start_from(self.model.params)
-            return 0
+            return -1
         step, state, extra = restored
         if extra["seed"] != self.config.seed:
             raise ConfigError(

@@ -50,40 +50,53 @@ def demonstration_trajectory(task: RepairTask, rng, habits: Habits, chat: ChatFo
     return trajectory
 
 
-def main(argv) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
-    config = _CONFIG.value
-    rng = np.random.default_rng(config.seed)
-    habits = Habits(**config.habits)
-    model = model_config(config.model.name, dtype=config.model.dtype)
-    sample = [make_task("train", i) for i in range(config.vocab_texts)]
-    tokenizer = Tokenizer.train(demonstration_texts(sample, rng, habits), model.vocab_size)
-    chat = ChatFormat(tokenizer)
-    logging.info("tokenizer: %d tokens of %d", tokenizer.vocab_size, model.vocab_size)
-
-    optimizer = make_optimizer(
-        config.learning_rate, warmup_steps=config.warmup_steps, total_steps=config.steps, final_fraction=0.1
-    )
-    learner = Learner(
-        model,
-        make_objective("sft", {}),
-        optimizer,
-        make_mesh((1, -1, 1)),
-        StepOptions(),
-        LearnerOptions(row_length=config.row_length, rows_per_part=config.rows_per_part),
-    )
-    learner.init(jax.random.key(config.seed))
-    for step in range(config.steps):
+def train(learner: Learner, config, stage: int, chat: ChatFormat, tokenizer: Tokenizer) -> None:
+    """One stage of `config.stages`; the learner has its parameters."""
+    steps, _, right = config.stages[stage]
+    rng = np.random.default_rng((config.seed, stage))
+    habits = Habits(right=right, **config.habits)
+    for step in range(steps):
         tasks = [make_task("train", int(i)) for i in rng.integers(config.tasks, size=config.demos_per_step)]
         demos = [demonstration_trajectory(task, rng, habits, chat, tokenizer) for task in tasks]
         demos = [demo for demo in demos if len(demo) <= config.row_length]  # a few are longer, one in a thousand
         metrics = learner.train(demos, np.zeros(len(demos)))
-        if step % 20 == 0 or step + 1 == config.steps:
-            logging.info("step %d loss %.4f grad_norm %.2f", step, metrics["loss"], metrics["grad_norm"])
-    hf.save(config.out, learner.state.params, model, dtype="bfloat16")
-    tokenizer.save(Path(config.out) / "tokenizer.json")
-    logging.info("wrote %s", config.out)
+        if step % 20 == 0 or step + 1 == steps:
+            logging.info("stage %d step %d loss %.4f", stage, step, metrics["loss"])
+
+
+def main(argv) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}")
+    config = _CONFIG.value
+    model = model_config(config.model.name, dtype=config.model.dtype)
+    params = None
+    if config.start:
+        tokenizer, params = Tokenizer.load(Path(config.start) / "tokenizer.json"), hf.load(config.start, model)
+    else:
+        rng = np.random.default_rng(config.seed)
+        texts = demonstration_texts([make_task("train", i) for i in range(config.vocab_texts)], rng, Habits())
+        tokenizer = Tokenizer.train(texts, model.vocab_size)
+    logging.info("tokenizer: %d tokens of %d", tokenizer.vocab_size, model.vocab_size)
+    for stage, (steps, rate, _) in enumerate(config.stages):
+        if stage < config.first_stage:
+            continue
+        learner = Learner(
+            model,
+            make_objective("sft", {}),
+            make_optimizer(rate, warmup_steps=config.warmup_steps, total_steps=steps, final_fraction=0.1),
+            make_mesh((1, -1, 1)),
+            StepOptions(),
+            LearnerOptions(row_length=config.row_length, rows_per_part=config.rows_per_part),
+        )
+        if params is None:
+            learner.init(jax.random.key(config.seed))
+        else:
+            learner.start_from(params)
+        train(learner, config, stage, ChatFormat(tokenizer), tokenizer)
+        params = learner.state.params
+        hf.save(config.out, params, model, dtype="bfloat16")
+        tokenizer.save(Path(config.out) / "tokenizer.json")
+        logging.info("stage %d: wrote %s", stage, config.out)
 
 
 if __name__ == "__main__":

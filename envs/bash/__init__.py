@@ -1,0 +1,1 @@
+"""Bash: one simple shell task, one command, graded by what it did to the files or printed."""

@@ -1,8 +1,7 @@
-"""Scripted demonstrations for the warm start: format and tool use are right, judgement is not.
+"""Scripted demonstrations for the warm start: format and tool use are right, judgement is poor.
 
-The first fix is drawn evenly from the three other variants, whatever the documentation says, so it is right one time
-in three; a failed check is followed up only sometimes. Observations are computed here, character for character what
-a sandbox answers (a test compares them).
+A fix is more often wrong than right, and a failed check is followed up only sometimes. Observations are computed here,
+character for character what a sandbox answers (a test compares them).
 """
 
 import dataclasses
@@ -19,11 +18,13 @@ class Habits:
     """How the scripted agent behaves.
 
     Attributes:
+      right: probability that an edit is the documented fix; else it is one of the other variants, evenly.
       check: probability of running the check after an edit.
       retry: probability of another edit after a failed check, instead of submitting.
       max_edits: edits at most.
     """
 
+    right: float = 1 / 3
     check: float = 0.5
     retry: float = 0.4
     max_edits: int = 3
@@ -33,8 +34,9 @@ def read_command(task: RepairTask) -> str:
     return f"cat -n {task.path}"
 
 
-def edit_command(task: RepairTask, text: str) -> str:
-    return f"sed -i '{task.line}c\\{text}' {task.path}"
+def edit_command(task: RepairTask, fragment: str) -> str:
+    """Puts `fragment` in the place of whichever variant the faulty line holds."""
+    return f"sed -i '{task.line}s|{task.pattern}|{fragment}|' {task.path}"
 
 
 CHECK_COMMAND = "python3 check.py"
@@ -48,8 +50,7 @@ def show_file(task: RepairTask) -> str:
 
 def show_check(task: RepairTask, source: str) -> str:
     """What the visible check prints for `source`."""
-    right = task.with_line(task.candidates[task.right])
-    got, want = (evaluate(s, task.function, task.visible) for s in (source, right))
+    got, want = (evaluate(s, task.function, task.visible) for s in (source, task.variant(task.right)))
     for args, g, w in zip(task.visible, got, want, strict=True):
         if g != w:
             return f"FAIL {args}: {g}, not {w}\n[exit 1]"
@@ -61,12 +62,12 @@ def demonstrate(task: RepairTask, rng: np.random.Generator, habits: Habits = Hab
     turns = [(shell.block(read_command(task)), show_file(task))]
     current = task.wrong
     for _ in range(habits.max_edits):
-        current = int(rng.choice([i for i in range(len(task.candidates)) if i != current]))
-        text = task.candidates[current]
-        turns.append((shell.block(edit_command(task, text)), "[done]"))
+        others = [i for i in range(len(task.candidates)) if i not in (current, task.right)]
+        current = task.right if current != task.right and rng.random() < habits.right else int(rng.choice(others))
+        turns.append((shell.block(edit_command(task, task.candidates[current])), "[done]"))
         if rng.random() >= habits.check:
             break
-        answer = show_check(task, task.with_line(text))
+        answer = show_check(task, task.variant(current))
         turns.append((shell.block(CHECK_COMMAND), answer))
         if answer == "ok" or rng.random() >= habits.retry:
             break

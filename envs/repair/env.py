@@ -10,6 +10,9 @@ from venusrl.sandbox import Sandbox, SandboxPool, Template
 
 SUBMIT = "submit"
 
+# An edit of equal size within the same second would leave check.py running the old bytecode.
+_ENVIRONMENT = {"PYTHONDONTWRITEBYTECODE": "1"}
+
 # Loads the repaired file alone and prints the results. What they should be never enters the sandbox, so there is
 # nothing in it to copy; tests that the agent changed are not looked at.
 _RUNNER = b"""
@@ -35,7 +38,7 @@ class RepairEnv:
         self._sandbox: Sandbox | None = None
 
     async def reset(self) -> list[dict[str, str]]:
-        self._sandbox = await self._pool.create(Template(name="repair", files=self.task.files))
+        self._sandbox = await self._pool.create(Template(name="repair", files=self.task.files, env=_ENVIRONMENT))
         return [{"role": "user", "content": self.task.prompt}]
 
     async def step(self, reply: str) -> Observation:
@@ -61,6 +64,7 @@ class RepairEnv:
             source = await self._sandbox.read(self.task.path)
         except OSError:  # the agent removed or replaced it
             return 0.0
+        await self._sandbox.kill()  # an episode never holds two: all of them could then wait for each other
         fresh = await self._pool.create(Template(name="repair-grade", files={self.task.path: source}))
         try:
             ask = {"path": self.task.path, "function": self.task.function, "inputs": self.task.hidden}
@@ -73,7 +77,7 @@ class RepairEnv:
         lines = result.text.strip().split("\n")
         try:
             got = json.loads(lines[-1])
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # not JSON, a number too long, nesting too deep: all the agent's doing
             return 0.0
         return float(result.exit_code == 0 and got == list(self.task.expected))
 

@@ -1,10 +1,11 @@
 """Families of bugs. Each draws a documented one-line function in four variants; one is right, another is the bug.
 
-The documentation alone tells which variant is right. The variants of a family are told apart by its inputs.
+The documentation alone tells which variant is right. Variants differ in one fragment of one line, and the inputs of a
+draw tell every variant from the right one.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ PARAMETERS = (
     "price cost rate count size width height depth weight level score total limit step speed age year day hour "
     "minute left right first second start stop low high base offset gain loss share part whole length"
 ).split()
+TARIFFS = "FEE TAX TOLL RENT DUTY FINE WAGE BONUS".split()  # module-level constants
+PAIRED = "left right start stop low high first second".split()  # where a family mixes parameters up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,138 +24,158 @@ class Draw:
 
     Attributes:
       doc: what the function should do.
-      heads: the `def` line without its name, "(a, b)", one a variant (all equal unless the bug is in the head).
-      lines: the last body line, one a variant.
+      head: the `def` line without its name; "{}" stands for the fragment where the bug is in the head.
+      line: the body line; "{}" stands for the fragment where the bug is in the body.
+      fragments: the four variants of the fragment.
       right: index of the right variant.
-      inputs: argument tuples; together they tell every variant from the right one.
-      helper: source of a function that the body calls, or "".
+      pattern: a sed pattern that matches the fragment, whichever variant it is, first in its line.
+      inputs: argument tuples.
+      helper: source of what the function uses, or "".
     """
 
     doc: str
-    heads: tuple[str, ...]
-    lines: tuple[str, ...]
+    head: str
+    line: str
+    fragments: tuple[str, ...]
     right: int
+    pattern: str
     inputs: tuple[tuple[Any, ...], ...]
     helper: str = ""
 
 
-Family = Callable[[np.random.Generator, list[int]], Draw]
+Family = Callable[[np.random.Generator, Sequence[int]], Draw]
 
 
-def _names(rng: np.random.Generator, n: int) -> list[str]:
-    return [PARAMETERS[i] for i in rng.choice(len(PARAMETERS), n, replace=False)]
+def _names(rng: np.random.Generator, n: int, words: Sequence[str] = PARAMETERS) -> list[str]:
+    return [words[i] for i in rng.choice(len(words), n, replace=False)]
 
 
-def _numbers(rng: np.random.Generator, shape: tuple[int, int], low: int, high: int) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(int(x) for x in row) for row in rng.integers(low, high, shape))
+def _distinct(rng: np.random.Generator, n: int, low: int = 2, high: int = 40) -> tuple[int, ...]:
+    return tuple(int(x) for x in rng.choice(np.arange(low, high), n, replace=False))
 
 
-def _draw(rng, docs, params, lines, inputs, helper="") -> Draw:
-    right = int(rng.integers(len(lines)))
-    heads = (f"({', '.join(params)})",) * len(lines)
-    return Draw(docs[right], heads, tuple(f"return {line}" for line in lines), right, inputs, helper)
+def _numbers(rng: np.random.Generator, rows: int, columns: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(int(x) for x in rng.integers(3, 60, columns)) for _ in range(rows))
+
+
+def _draw(rng, docs, params, line, fragments, pattern, inputs, helper="") -> Draw:
+    right = int(rng.integers(len(fragments)))
+    return Draw(docs[right], f"({', '.join(params)})", line, tuple(fragments), right, pattern, inputs, helper)
 
 
 def arithmetic(rng, constants) -> Draw:
+    """Operators between two parameters, or a parameter and a number."""
     a, b = _names(rng, 2)
+    params = [a, b]
     if rng.random() < 0.5:
-        docs = (f"Add {a} and {b}.", f"Subtract {b} from {a}.", f"Multiply {a} by {b}.", f"Divide {a} by {b}.")
-        params, second = [a, b], b
-    else:
-        c = int(rng.choice(constants))
-        docs = (f"Add {c} to {a}.", f"Subtract {c} from {a}.", f"Multiply {a} by {c}.", f"Divide {a} by {c}.")
-        params, second = [a], str(c)
-    inputs = _numbers(rng, (5, len(params)), 3, 60)
-    return _draw(rng, docs, params, [f"{a} {op} {second}" for op in ("+", "-", "*", "//")], inputs)
+        params, b = [a], str(int(rng.choice(constants)))
+    docs = (f"Add {b} to {a}.", f"Subtract {b} from {a}.", f"Multiply {a} by {b}.", f"Divide {a} by {b}.")
+    inputs = _numbers(rng, 5, len(params))
+    return _draw(rng, docs, params, f"return {a} {{}} {b}", ("+", "-", "*", "//"), r"[-+*/]\+", inputs)
 
 
 def comparison(rng, constants) -> Draw:
+    """Comparisons with a bound."""
     a = _names(rng, 1)[0]
     c = int(rng.choice(constants))
     docs = tuple(f"True if {a} is {how} {c}." for how in ("below", "at most", "above", "at least"))
     inputs = ((c - 1,), (c,), (c + 1,), (c + int(rng.integers(2, 20)),))
-    return _draw(rng, docs, [a], [f"{a} {op} {c}" for op in ("<", "<=", ">", ">=")], inputs)
+    return _draw(rng, docs, [a], f"return {a} {{}} {c}", ("<", "<=", ">", ">="), r"[<>=]\+", inputs)
 
 
-def bounds(rng, constants) -> Draw:
-    a = _names(rng, 1)[0]
-    c = int(rng.choice(constants))
-    docs = tuple(f"Numbers from {c} to {a}, {how}." for how in ("both in", "no last", "no first", "no ends"))
-    lines = [f"list(range({c}{lo}, {a}{hi}))" for lo, hi in (("", " + 1"), ("", ""), (" + 1", " + 1"), (" + 1", ""))]
-    inputs = tuple((c + int(d),) for d in rng.choice(np.arange(2, 8), 3, replace=False))
-    return _draw(rng, docs, [a], lines, inputs)
+def off_by_one(rng, constants) -> Draw:
+    """Ends of a list."""
+    del constants
+    a = _names(rng, 1)[0] + "s"
+    docs = tuple(f"The {what} of {a}." for what in ("first", "second", "last", "one before the last"))
+    inputs = tuple((list(_distinct(rng, 5)),) for _ in "ab")
+    return _draw(rng, docs, [a], f"return {a}[{{}}]", ("0", "1", "-1", "-2"), r"[-0-9]\+", inputs)
 
 
 def reduction(rng, constants) -> Draw:
+    """Built-in functions of a list."""
     del constants
     a = _names(rng, 1)[0] + "s"
     docs = tuple(f"The {what} of {a}." for what in ("smallest", "largest", "total", "number"))
-    inputs = tuple(
-        ([int(x) for x in rng.choice(np.arange(6, 60), int(rng.integers(3, 6)), replace=False)],) for _ in "abc"
-    )
-    return _draw(rng, docs, [a], [f"{f}({a})" for f in ("min", "max", "sum", "len")], inputs)
+    inputs = tuple((list(_distinct(rng, int(rng.integers(3, 6)), 6, 60)),) for _ in "ab")
+    return _draw(rng, docs, [a], f"return {{}}{a})", ("min(", "max(", "sum(", "len("), "[a-z]*(", inputs)
 
 
 def letters(rng, constants) -> Draw:
+    """String methods."""
     del constants
     a = _names(rng, 1)[0]
-    docs = tuple(
-        f"{a} {how}." for how in ("in capitals", "in small letters", "with capital words", "without outer spaces")
-    )
-    words = [PARAMETERS[i] for i in rng.choice(len(PARAMETERS), 4, replace=False)]
+    docs = tuple(f"{a} {how}." for how in ("in capitals", "in small letters", "with capital words", "without ends"))
+    words = _names(rng, 4)
     inputs = ((f" {words[0]} {words[1].upper()} ",), (f" {words[2].upper()} {words[3]}",))
-    return _draw(rng, docs, [a], [f"{a}.{f}()" for f in ("upper", "lower", "title", "strip")], inputs)
+    fragments = ("upper(", "lower(", "title(", "strip(")
+    return _draw(rng, docs, [a], f"return {a}.{{}})", fragments, "[a-z]*(", inputs)
 
 
 def logic(rng, constants) -> Draw:
+    """All, any and their opposites, of two truth values."""
     del constants
     a, b = _names(rng, 2)
-    docs = tuple(
-        f"True if {how} {a} {word} {b}."
-        for how, word in (("both", "and"), ("any of", "and"), ("none of", "and"), ("just one of", "and"))
-    )
-    lines = [f"{a} and {b}", f"{a} or {b}", f"not ({a} or {b})", f"{a} != {b}"]
-    return _draw(rng, docs, [a, b], lines, ((True, True), (True, False), (False, True), (False, False)))
+    docs = tuple(f"True if {how} of {a} and {b}." for how in ("all", "any", "not all", "none"))
+    fragments = tuple(f"return {name}(" for name in ("all", "any", "not all", "not any"))
+    inputs = ((True, True), (True, False), (False, True), (False, False))
+    return _draw(rng, docs, [a, b], f"{{}}[{a}, {b}])", fragments, "return [a-z ]*(", inputs)
 
 
 def variable(rng, constants) -> Draw:
-    names = _names(rng, 4)
+    """The wrong variable of four."""
+    names = _names(rng, 4, PAIRED)
     c = int(rng.choice(constants))
     docs = tuple(f"Multiply {name} by {c}." for name in names)
-    inputs = tuple(tuple(int(x) for x in rng.choice(np.arange(2, 40), 4, replace=False)) for _ in "ab")
-    return _draw(rng, docs, names, [f"{c} * {name}" for name in names], inputs)
+    inputs = tuple(_distinct(rng, 4) for _ in "ab")
+    return _draw(rng, docs, names, f"return {c} * {{}}", names, "[a-z]*$", inputs)
+
+
+def _tariff(rng, constants) -> tuple[list[str], str]:
+    """Four module-level constants: their names, and the lines that define them."""
+    names = _names(rng, 4, TARIFFS)
+    values = rng.choice(constants, 4, replace=False)
+    return names, "".join(f"{name} = {int(value)}\n" for name, value in zip(names, values, strict=True))
 
 
 def constant(rng, constants) -> Draw:
+    """The wrong constant in the body."""
     a = _names(rng, 1)[0]
-    c = [int(x) for x in rng.choice(constants, 4, replace=False)]
-    others = [[x for x in c if x != right] for right in c]
-    docs = tuple(f"Add {r} to {a}, not {o[0]}, {o[1]} or {o[2]}." for r, o in zip(c, others, strict=True))
-    return _draw(rng, docs, [a], [f"{a} + {x}" for x in c], _numbers(rng, (2, 1), 1, 60))
+    names, helper = _tariff(rng, constants)
+    docs = tuple(f"Add the {name} to {a}." for name in names)
+    return _draw(rng, docs, [a], f"return {a} + {{}}", names, r"[A-Z]\+", _numbers(rng, 2, 1), helper)
 
 
 def default(rng, constants) -> Draw:
+    """The wrong default in the head."""
     a, b = _names(rng, 2)
-    c = [int(x) for x in rng.choice(constants, 4, replace=False)]
-    others = [[x for x in c if x != right] for right in c]
-    right = int(rng.integers(4))
-    o = others[right]
-    doc = f"Default {b} is {c[right]}, not {o[0]}, {o[1]} or {o[2]}."
-    heads = tuple(f"({a}, {b}={x})" for x in c)
-    return Draw(doc, heads, (f"return {a} * {b}",) * 4, right, _numbers(rng, (2, 1), 1, 60))
+    names, helper = _tariff(rng, constants)
+    docs = tuple(f"Default of {b} is the {name}." for name in names)
+    return _draw(rng, docs, [a, f"{b}={{}}"], f"return {a} * {b}", names, r"[A-Z]\+", _numbers(rng, 2, 1), helper)
 
 
 def arguments(rng, constants) -> Draw:
-    a, b, c = _names(rng, 3)
-    orders = [(a, b, c), (b, a, c), (a, c, b), (c, b, a)]
-    docs = tuple(f"Join {x}, then {y}, then {z}." for x, y, z in orders)
-    weights = [int(x) for x in rng.choice(constants, 2, replace=False)]
-    helper = f"def join(x, y, z):\n    return {weights[0]} * x + {weights[1]} * y + z\n"
-    inputs = tuple(tuple(int(x) for x in rng.choice(np.arange(2, 40), 3, replace=False)) for _ in "ab")
-    return _draw(rng, docs, [a, b, c], [f"join({x}, {y}, {z})" for x, y, z in orders], inputs, helper)
+    """Arguments of a call, swapped or doubled."""
+    a, b = _names(rng, 2, PAIRED)
+    pairs = [(a, b), (b, a), (a, a), (b, b)]
+    docs = tuple(f"Join {x} with {y}." for x, y in pairs)
+    helper = f"def join(x, y):\n    return {int(rng.choice(constants))} * x + y\n"
+    inputs = tuple(_distinct(rng, 2) for _ in "ab")
+    return _draw(rng, docs, [a, b], "return join{}", [f"({x}, {y})" for x, y in pairs], "(.*)", inputs, helper)
 
 
 FAMILIES: dict[str, Family] = {
     f.__name__: f
-    for f in (arithmetic, comparison, bounds, reduction, letters, logic, variable, constant, default, arguments)
+    for f in (
+        arithmetic,
+        comparison,
+        off_by_one,
+        reduction,
+        letters,
+        logic,
+        variable,
+        constant,
+        default,
+        arguments,
+    )
 }

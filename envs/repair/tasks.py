@@ -1,7 +1,7 @@
 """Repair tasks, generated: thousands of distinct small projects, each with one bug.
 
-The held-out split shares no function name, no module name, no constant and no layout with the training split
-(parameter names come from one common list).
+The held-out split shares no function name, no file, no constant and no layout with the training split (the words that
+names are put together from, and the parameter names, are common).
 """
 
 import dataclasses
@@ -14,18 +14,17 @@ import numpy as np
 from envs.repair.families import FAMILIES, Draw
 
 VERBS = "get make find read take form pick plan mark note give show tell rank sort tune trim draw keep hold".split()
-NOUNS = (
-    "cart bill shop room seat ship road park farm tree bird boat coin card game team song film book page desk lamp "
-    "door wall roof tank pump gear bolt wire disk port link node path file form list item user".split()
-)
+NOUNS = "cart bill shop room seat ship road park farm tree bird boat coin card game team song film book page".split()
+MODULES = "desk lamp door wall roof tank pump gear bolt wire disk port link node path file form item user hook".split()
 SPLITS = ("train", "heldout")
-_PATHS = ("{}.py", "src/{}.py", "lib/{}.py", "app/{}.py", "pkg/{}.py", "core/{}.py")
+_FOLDERS = ("", "src/", "lib/", "app/", "pkg/", "core/")
 _DOCS = ('    """{}"""', "    # {}", "# {}")  # docstring, comment inside, comment above the function
 _HEADERS = ("", "import math\n", "import sys\n", "# tools\n")
 _EXTRAS = ("none", "before", "after")  # where an unrelated function stands
 
 # What each split draws from: every fifth of each list is held out.
-_LAYOUTS = list(itertools.product(range(len(_PATHS)), range(len(_DOCS)), range(len(_HEADERS)), range(len(_EXTRAS))))
+_LAYOUTS = list(itertools.product(range(len(_DOCS)), range(len(_HEADERS)), range(len(_EXTRAS)), (0, 1, 2)))
+_FILES = [f"{folder}{module}.py" for folder in _FOLDERS for module in MODULES]
 _CONSTANTS = list(range(2, 100))
 
 
@@ -46,10 +45,10 @@ class RepairTask:
       function: the function with the bug.
       source: text of that file.
       line: number of the wrong line, from 1.
-      candidates: texts of that line, one a variant of the family; the wrong one is among them.
+      candidates: fragments of that line, one a variant of the family; the wrong one stands in `source`.
       right, wrong: indices into `candidates`.
-      layout: (path, documentation, header, extra function) styles.
-      constants: the numbers that the source was drawn with.
+      pattern: a sed pattern whose first match in that line is the fragment, whichever variant stands there.
+      layout: (documentation, header, place of the extra function, blank lines at the end) styles.
       visible: argument tuples of the check that the agent may run; the bug fails at least one.
       hidden: argument tuples of the hidden test.
       expected: results that the right variant gives for `hidden`.
@@ -65,6 +64,7 @@ class RepairTask:
     candidates: tuple[str, ...]
     right: int
     wrong: int
+    pattern: str
     layout: tuple[int, ...]
     visible: tuple[tuple[Any, ...], ...]
     hidden: tuple[tuple[Any, ...], ...]
@@ -74,19 +74,22 @@ class RepairTask:
     def prompt(self) -> str:
         return f"Fix {self.function} in {self.path}. Test with python3 check.py, then submit."
 
-    def with_line(self, text: str) -> str:
-        """The source with the faulty line replaced."""
+    def variant(self, index: int) -> str:
+        """The source with variant `index` in the place of the wrong one."""
         lines = self.source.split("\n")
-        lines[self.line - 1] = text
+        old, new = self.candidates[self.wrong], self.candidates[index]
+        lines[self.line - 1] = lines[self.line - 1].replace(old, new, 1)
         return "\n".join(lines)
 
     @property
     def check(self) -> str:
-        """Source of check.py: prints ok, or the first failing call and exits 1."""
-        wanted = evaluate(self.with_line(self.candidates[self.right]), self.function, self.visible)
+        """Source of check.py: prints ok, or the first failing call (or the kind of error) and exits 1."""
+        wanted = evaluate(self.variant(self.right), self.function, self.visible)
         cases = ", ".join(f"({args!r}, {want!r})" for args, want in zip(self.visible, wanted, strict=True))
         module = self.path.removesuffix(".py").replace("/", ".")
         return (
+            "import sys\n"
+            "sys.excepthook = lambda kind, error, trace: print('FAIL', kind.__name__)\n"
             f"from {module} import {self.function}\n"
             f"for args, want in [{cases}]:\n"
             f"    got = {self.function}(*args)\n"
@@ -115,18 +118,19 @@ def _function(name: str, head: str, doc: str, doc_style: int, line: str) -> str:
 
 
 def _source(name: str, draw: Draw, variant: int, layout: tuple[int, ...], extra: str) -> str:
-    _, doc_style, header, where = layout
-    body = _function(name, draw.heads[variant], draw.doc, doc_style, draw.lines[variant])
+    doc_style, header, where, blank_lines = layout
+    fragment = draw.fragments[variant]
+    body = _function(name, draw.head.replace("{}", fragment), draw.doc, doc_style, draw.line.replace("{}", fragment))
     before, after = (extra if _EXTRAS[where] == side else "" for side in ("before", "after"))
     blocks = [_HEADERS[header], draw.helper, before, body, after]
-    return "\n".join(block for block in blocks if block)
+    return "\n".join(block for block in blocks if block) + "\n" * blank_lines
 
 
 def make_task(split: str, index: int, seed: int = 0) -> RepairTask:
     """Task `index` of a split; the same for the same arguments."""
     rng = np.random.default_rng((seed, SPLITS.index(split), index))
     names = _split([f"{v}_{n}" for v in VERBS for n in NOUNS], split, 1)
-    modules = _split(NOUNS, split, 2)
+    files = _split(_FILES, split, 2)
     layout = _split(_LAYOUTS, split, 3)
     constants = _split(_CONSTANTS, split, 4)
 
@@ -148,13 +152,14 @@ def make_task(split: str, index: int, seed: int = 0) -> RepairTask:
         index=index,
         split=split,
         family=family,
-        path=_PATHS[style[0]].format(modules[int(rng.integers(len(modules)))]),
+        path=files[int(rng.integers(len(files)))],
         function=name,
         source=sources[wrong],
         line=number + 1,
-        candidates=tuple(text[number] for text in lines),
+        candidates=draw.fragments,
         right=draw.right,
         wrong=wrong,
+        pattern=draw.pattern,
         layout=style,
         visible=tuple(draw.inputs[i] for i in sorted(shown)),
         hidden=draw.inputs,

@@ -5,7 +5,7 @@ Two rules, stated once:
 - admission: open + ready + in training <= async_factor * B. With 1.0 nothing is generated while the trainer is at
   work, so every trajectory is trained on by the version that generated it.
 - staleness: a trajectory started at version v may train while current <= v + eta, eta = ceil(async_factor) - 1. A batch
-  is held back while a group outside it is at its last admissible version, so nothing is discarded for age.
+  is held back while it would leave more groups due than the batches after it can take, so nothing is discarded for age.
 
 Invariant, checked at every transition: submitted = open + ready + consumed + failed.
 """
@@ -136,13 +136,12 @@ class Coordinator:
     def take_batch(self) -> Batch | None:
         """The next batch where there is one: oldest start version first, then in order of readiness.
 
-        None while fewer than B groups are ready, while another batch is in training, or while a group that is not
-        ready is at its last admissible version.
+        None while fewer than B groups are ready, while another batch is in training, or while waiting for an open
+        group keeps it from becoming too old.
         """
-        last_admissible = self.version - self.options.eta
         if self._in_training or len(self._ready) < self.options.batch_groups:
             return None
-        if any(group.oldest_version <= last_admissible for group in self._open.values()):
+        if self._must_wait():
             return None
         chosen = sorted(self._ready.values(), key=lambda g: g.oldest_version)[: self.options.batch_groups]
         for group in chosen:
@@ -202,6 +201,9 @@ class Coordinator:
         self.failures = list(state["failures"])
         self._open = {g["id"]: Group.from_state_dict(g) for g in state["open"]}
         self._ready = {g["id"]: Group.from_state_dict(g) for g in state["ready"]}
+        # Trajectories whose end was not yet reported when the state was taken: nobody would report it again.
+        for group in [g for g in self._open.values() if g.ready]:
+            self._ready[group.id] = self._open.pop(group.id)
         self._in_training = 0
         self.check()
 
@@ -229,6 +231,18 @@ class Coordinator:
         if total is not None and self.counters.submitted - self.counters.failed >= total:
             return False
         return in_system + 1 <= self.options.async_factor * self.options.batch_groups
+
+    def _must_wait(self) -> bool:
+        """Whether a batch now would leave more open groups due within k versions than the k batches after it can take.
+
+        Ready groups need no look: a batch leaves one that is due only where all that it takes are due too.
+        """
+        unfinished = [group.oldest_version for group in self._open.values()]
+        first_due = self.version - self.options.eta
+        return any(
+            sum(version <= first_due + k for version in unfinished) > k * self.options.batch_groups
+            for k in range(self.options.eta + 1)
+        )
 
     def _trajectory(self, group: Group, index: int, refill: int = 0) -> Trajectory:
         name = f"{group.id}/{index}" + (f"r{refill}" if refill else "")

@@ -115,8 +115,9 @@ class Trajectory:
             raise ContractError(
                 f"trajectory {self.id}: logprob {bad[0]} is not one; pass natural logs of probabilities"
             )
-        if version < max(0, self.versions[-1] if self._turn_open else 0):
-            raise ContractError(f"trajectory {self.id}: version {version} is older than its last; versions only grow")
+        last = self.versions[self.turns[-1].end - 1] if self.turns else 0
+        if version < last:
+            raise ContractError(f"trajectory {self.id}: version {version} is older than {last}; versions only grow")
         if not self._turn_open:
             self.turns.append(Turn(begin=len(self.tokens), end=len(self.tokens)))
         self._extend(tokens, [1] * len(tokens), logprobs, version)

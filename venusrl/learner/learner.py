@@ -29,12 +29,16 @@ class LearnerOptions:
     rows_per_part: rows of one compiled call; parts are accumulated. Divisible by the mesh's data x fsdp.
     minibatches: optimizer steps an update; more than 1 costs a forward pass for the proximal logprobs.
     max_skipped: consecutive non-finite steps after which training stops.
+    skip_zero_variance: leave out groups whose rewards are all equal (the filter of DAPO, arXiv 2503.14476, without its
+      resampling): their advantages are 0, so only their compute and their share of the denominator are saved. A batch
+      of nothing else is trained on whole.
     """
 
     row_length: int = 1024
     rows_per_part: int = 8
     minibatches: int = 1
     max_skipped: int = 5
+    skip_zero_variance: bool = False
 
 
 class Learner:
@@ -118,8 +122,14 @@ class Learner:
         """
         started = time.perf_counter()
         advantages = [group_normalised(group.rewards) for group in batch.groups]
-        flat = np.concatenate(advantages)
-        metrics = self.train(batch.trajectories, flat, stop)
+        pairs = [
+            (t, a)
+            for group, many in zip(batch.groups, advantages, strict=True)
+            for t, a in zip(group.trajectories, many, strict=True)
+            if many.any() or not self.options.skip_zero_variance
+        ]
+        pairs = pairs or [(t, 0.0) for t in batch.trajectories]
+        metrics = self.train([t for t, _ in pairs], [a for _, a in pairs], stop)
         if metrics is None:
             return None
         lengths = [len(t) for t in batch.trajectories]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import flax.struct
 import numpy as np
 
-from venusrl.core.errors import ConfigError
+from venusrl.core.errors import ConfigError, ContractError
 from venusrl.core.trajectory import Trajectory
 
 
@@ -63,10 +63,14 @@ def pack(trajectories: Sequence[Trajectory], advantages: Sequence[float], row_le
 
     Raises:
       ConfigError: a trajectory is longer than a row.
+      ContractError: one starts with a generated token, which nothing in its segment predicts.
     """
     longest = max((len(t) for t in trajectories), default=0)
     if longest > row_length:
         raise ConfigError(f"learner.row_length={row_length} is shorter than a trajectory of {longest}; raise it")
+    for trajectory in trajectories:
+        if trajectory.loss_mask[:1] == [1]:
+            raise ContractError(f"trajectory {trajectory.id} starts with a generated token; give it a prompt first")
     free: list[int] = []
     places: list[tuple[int, int]] = [(0, 0)] * len(trajectories)
     for i in sorted(range(len(trajectories)), key=lambda i: -len(trajectories[i])):

@@ -91,7 +91,7 @@ class TrainStep:
         def apply(state: TrainState, sums: Sums):
             scale = jnp.where(sums.denominator > 0, 1.0 / jnp.maximum(sums.denominator, 1e-9), 0.0)
             grads = jax.tree.map(lambda g: g * scale, sums.grads)
-            norm = optax.global_norm(grads)
+            norm = optax.tree.norm(grads)
             finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
             take = finite & (sums.denominator > 0)
             safe = jax.tree.map(lambda g: jnp.where(take, g, 0.0), grads)

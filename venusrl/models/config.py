@@ -73,7 +73,7 @@ def _qwen3(embed, layers, heads, mlp, tied):
 
 
 SIZES: dict[str, ModelConfig] = {
-    "tiny": ModelConfig(768, 128, 4, 4, 2, 32, 384, rope_theta=1e4, max_length=1024),
+    "tiny": ModelConfig(768, 128, 4, 4, 2, 64, 320, rope_theta=1e4, max_length=1024),
     "6m": ModelConfig(2048, 256, 7, 8, 4, 32, 704, rope_theta=1e4, max_length=2048),
     "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, True),
     "qwen3-1.7b": _qwen3(2048, 28, 16, 6144, True),

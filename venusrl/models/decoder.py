@@ -29,7 +29,6 @@ class RMSNorm(nn.Module):
     """Root-mean-square norm over the last axis, computed in float32."""
 
     eps: float
-    axis: str = "embed"
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -136,14 +136,14 @@ def load(folder: str | os.PathLike, config: ModelConfig) -> dict:
 
     def tensors():
         for file in files:
-            with safe_open(file, framework="flax") as handle:
-                for name in handle.keys():  # noqa: SIM118 - safe_open is no mapping
-                    yield name, handle.get_tensor(name)
+            try:
+                with safe_open(file, framework="flax") as handle:
+                    for name in handle.keys():  # noqa: SIM118 - safe_open is no mapping
+                        yield name, handle.get_tensor(name)
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{file} is damaged ({error}); copy or make it again") from error
 
-    try:
-        return from_hf(tensors(), config)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{folder} is damaged ({error}); copy or make it again") from error
+    return from_hf(tensors(), config)
 
 
 def save(folder: str | os.PathLike, params: dict, config: ModelConfig, dtype: str = "float32") -> None:

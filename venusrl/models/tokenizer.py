@@ -52,7 +52,11 @@ class Tokenizer:
         """
         if not os.path.isfile(path):
             raise ConfigError(f"no tokenizer at {path}; run `python -m launchers.warmstart` or fix model.tokenizer")
-        return cls(Backend.from_file(str(path)))
+        try:
+            backend = Backend.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ConfigError(f"{path} is not a tokenizer.json ({error}); copy or make it again") from error
+        return cls(backend)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":

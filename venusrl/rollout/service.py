@@ -5,8 +5,10 @@ cancelled by whoever owns it. Nothing that fails becomes a reward of 0.
 """
 
 import asyncio
+import contextlib
 import dataclasses
-from collections.abc import Awaitable, Mapping
+import logging
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from venusrl.core.clock import Clock
@@ -92,8 +94,8 @@ class RolloutService:
 
     def cancel(self, trajectory_id: str) -> None:
         """Stops a trajectory; it is not reported. Unknown or ended ids are ignored."""
-        if trajectory_id in self._tasks:
-            self._tasks[trajectory_id].cancel()
+        # A task that is cancelled before its first step never runs, and would not close its env.
+        asyncio.get_running_loop().call_soon(self._cancel, trajectory_id)
 
     async def update_weights(self, params: Any, version: int) -> None:
         """Gives every worker new weights; returns once all use them."""
@@ -102,10 +104,10 @@ class RolloutService:
 
     async def close(self) -> None:
         """Cancels what runs and waits for its clean-up."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        tasks = dict(self._tasks)
+        for trajectory_id in tasks:
+            self.cancel(trajectory_id)
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     def count(self, status: Status) -> int:
         """Live trajectories in `status`."""
@@ -116,6 +118,10 @@ class RolloutService:
         """Actions that wait for a slot."""
         return self._dispatcher.waiting
 
+    def _cancel(self, trajectory_id: str) -> None:
+        if trajectory_id in self._live:  # a clean-up that has begun is let to its end
+            self._tasks[trajectory_id].cancel()
+
     async def _drive(self, trajectory: Trajectory, env: Env) -> None:
         lost: str | None = None
         ended = False
@@ -123,6 +129,12 @@ class RolloutService:
             await self._episode(trajectory, env)
             ended = True
         except (TaskError, SandboxError, WorkerError) as error:
+            lost = f"{type(error).__name__}: {error}"
+            ended = True
+        except Exception as error:
+            # A bug, ours or the environment's. Unreported, its group would wait for it for ever; reported, the reason
+            # is in the log and the bounds on refills and failed groups end the run.
+            logging.exception("trajectory %s failed", trajectory.id)
             lost = f"{type(error).__name__}: {error}"
             ended = True
         finally:
@@ -138,7 +150,7 @@ class RolloutService:
     async def _episode(self, trajectory: Trajectory, env: Env) -> None:
         trajectory.status = Status.IN_TOOL
         steps: list[dict[str, Any]] = []
-        messages = await self._ask_env(env.reset(), "reset")
+        messages = await self._ask_env("reset", env.reset)
         trajectory.append_observation(self._chat.prompt(messages))
         truncated = len(trajectory) >= self._max_length
         if truncated:
@@ -151,7 +163,7 @@ class RolloutService:
             trajectory.status = Status.IN_TOOL
             reply = self._chat.reply(trajectory.tokens[turn.begin : turn.end])
             started = self._clock.now()
-            observation = await self._ask_env(env.step(reply), "step")
+            observation = await self._ask_env("step", env.step, reply)
             turn.tool_s = self._clock.now() - started
             steps.append({"reply": reply, **observation.info, "observation": observation.text})
             done = observation.done
@@ -160,7 +172,7 @@ class RolloutService:
                 truncated = len(trajectory) + len(ids) >= self._max_length
                 if not truncated:
                     trajectory.append_observation(ids)
-        reward = await self._ask_env(env.grade(), "grade")
+        reward = await self._ask_env("grade", env.grade)
         trajectory.complete(reward, steps=steps, truncated=truncated, messages=list(messages))
 
     async def _generate(self, trajectory: Trajectory):
@@ -174,10 +186,11 @@ class RolloutService:
             made, stop = 0, None
             try:
                 request = Request(trajectory.id, list(trajectory.tokens), budget, o.temperature, trajectory.seed)
-                async for chunk in worker.generate(request):
-                    if chunk.tokens:
-                        trajectory.append_generated(chunk.tokens, chunk.logprobs, chunk.version)
-                    made, stop = made + len(chunk.tokens), chunk.stop
+                async with contextlib.aclosing(worker.generate(request)) as chunks:
+                    async for chunk in chunks:
+                        if chunk.tokens:
+                            trajectory.append_generated(chunk.tokens, chunk.logprobs, chunk.version)
+                        made, stop = made + len(chunk.tokens), chunk.stop
             finally:
                 interrupted = stop in (None, "preempted")
                 self._dispatcher.observe(ActionDone(self._clock.now(), trajectory.id, made, interrupted))
@@ -199,15 +212,21 @@ class RolloutService:
             start_version=trajectory.start_version,
         )
 
-    async def _ask_env(self, call: Awaitable, what: str):
+    async def _ask_env(self, what: str, call: Callable[..., Awaitable], *args):
         # Environments are their authors' code: whatever they raise is a task failure, never a crash of the run.
+        # Not wait_for: on Python 3.11 it forgets a cancellation that comes as the call returns.
         try:
-            return await asyncio.wait_for(call, self._options.env_s)
-        except TimeoutError as error:
-            raise TaskError(f"{what} took more than rollout.env_s={self._options.env_s} s") from error
+            async with asyncio.timeout(self._options.env_s) as deadline:
+                return await call(*args)
         except SandboxError:
             raise
+        except asyncio.CancelledError as error:
+            if asyncio.current_task().cancelling():
+                raise
+            raise TaskError(f"{what} raised CancelledError, and nobody cancelled it") from error
         except Exception as error:
+            if deadline.expired():
+                raise TaskError(f"{what} took more than rollout.env_s={self._options.env_s} s") from error
             raise TaskError(f"{what} raised {type(error).__name__}: {error}") from error
 
     async def _clean_up(self, trajectory: Trajectory, env: Env) -> None:
@@ -217,6 +236,6 @@ class RolloutService:
             except WorkerError:
                 continue  # it is closed, and its KV with it
         try:
-            await self._ask_env(env.close(), "close")
+            await self._ask_env("close", env.close)
         except (TaskError, SandboxError) as error:
             trajectory.info["close_error"] = str(error)

@@ -24,6 +24,7 @@ class JaxWorker:
         self._engine = engine
         self._streams: dict[str, tuple[Request, asyncio.Queue]] = {}
         self._asked: list[Callable[[], None]] = []
+        self._updates: set[asyncio.Future] = set()
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"engine-{name}")
         self._task: asyncio.Task | None = None
@@ -35,17 +36,19 @@ class JaxWorker:
     async def close(self) -> None:
         self._closed = True
         self._wake.set()
-        if self._task is not None:
-            await self._task
-        self._thread.shutdown()
+        try:
+            if self._task is not None:
+                await self._task  # raises what the engine failed with, if it did
+        finally:
+            self._thread.shutdown()
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
         if request.trajectory in self._streams:
             raise ContractError(f"trajectory {request.trajectory} already has a request on {self.name}")
         self._engine.check_request(request)
         stream: asyncio.Queue = asyncio.Queue()
-        self._streams[request.trajectory] = (request, stream)
         self._ask(lambda: self._engine.submit(request))
+        self._streams[request.trajectory] = (request, stream)
         finished = False
         try:
             while not finished:
@@ -57,13 +60,16 @@ class JaxWorker:
                 yield item
         finally:
             del self._streams[request.trajectory]
-            if not finished:
+            if not finished and not self._closed:  # leaving a closed worker is no error
                 self._ask(lambda: self._engine.cancel(request.trajectory))
 
     async def preempt(self, trajectory: str) -> None:
+        meant = self._streams.get(trajectory)
+
         def act():
-            if self._engine.cancel(trajectory) and trajectory in self._streams:
-                self._streams[trajectory][1].put_nowait(Chunk([], [], self._engine.version, "preempted"))
+            # Its reader may have left meanwhile, and another request come under the same id.
+            if meant is not None and self._streams.get(trajectory) is meant and self._engine.cancel(trajectory):
+                meant[1].put_nowait(Chunk([], [], self._engine.version, "preempted"))
 
         self._ask(act)
 
@@ -79,7 +85,11 @@ class JaxWorker:
                 done.set_result(None)
 
         self._ask(act)
-        await done
+        self._updates.add(done)
+        try:
+            await done
+        finally:
+            self._updates.discard(done)
 
     def load(self) -> Load:
         return self._engine.load()
@@ -115,3 +125,6 @@ class JaxWorker:
             for _, stream in self._streams.values():
                 stream.put_nowait(failure)
             self._asked.clear()
+            for update in self._updates:
+                if not update.done():
+                    update.set_exception(failure)

@@ -1,0 +1,43 @@
+"""What the benchmarks share: their flags, and what they ran on."""
+
+import platform
+from typing import Any
+
+import jax
+import jaxlib
+from absl import flags
+
+REPEATS = flags.DEFINE_integer("repeats", 5, "Timed rounds; the median counts.", lower_bound=1)
+_DTYPE = flags.DEFINE_enum("dtype", "", ["", "float32", "bfloat16"], "Default: float32 on CPUs, else bfloat16.")
+
+# Dense bfloat16 peak of one chip in FLOP/s, from the makers' data sheets.
+_PEAK_BF16 = {
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+}
+
+
+def dtype() -> str:
+    """The type of activations to measure with."""
+    return _DTYPE.value or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+
+
+def peak_flops(device: jax.Device) -> float | None:
+    """Peak FLOP/s of one device in bfloat16; None where no data sheet is known (every CPU)."""
+    return next((peak for name, peak in _PEAK_BF16.items() if device.device_kind.startswith(name)), None)
+
+
+def describe() -> dict[str, Any]:
+    """Device and versions, for the last line of a benchmark."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "devices": jax.device_count(),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "python": platform.python_version(),
+    }

@@ -1,0 +1,86 @@
+"""Tokens a second of the train step: forward, backward and optimizer, on packed rows of full length.
+
+    python -m launchers.bench.learner
+
+The last line is one JSON object: tokens_per_s by model size, mfu where the peak of the device is known.
+"""
+
+import json
+import statistics
+import time
+
+import jax
+import numpy as np
+from absl import app, flags
+
+from launchers.bench import common
+from venusrl.core.trajectory import Trajectory
+from venusrl.learner.learner import Learner, LearnerOptions
+from venusrl.learner.objectives import make_objective
+from venusrl.learner.sharding import make_mesh
+from venusrl.learner.state import make_optimizer
+from venusrl.learner.step import StepOptions
+from venusrl.models.config import model_config
+
+_ROWS = flags.DEFINE_integer("rows", 8, "Rows of a step.", lower_bound=1)
+_LENGTH = flags.DEFINE_integer("length", 512, "Tokens of a row.", lower_bound=8)
+
+SIZES = {"1M": "tiny", "6M": "6m"}
+
+
+def full_row(rng: np.random.Generator, index: int, length: int, vocab: int) -> Trajectory:
+    """A trajectory of `length` tokens, half of them generated."""
+    trajectory = Trajectory(f"bench/{index}", "bench", index)
+    tokens = rng.integers(vocab, size=length).tolist()
+    half = length // 2
+    trajectory.append_observation(tokens[:half])
+    trajectory.append_generated(tokens[half:], [-float(np.log(vocab))] * (length - half), 0)
+    trajectory.complete(1.0)
+    return trajectory
+
+
+def measure(name: str, dtype: str) -> float:
+    """Tokens a second of one model."""
+    config = model_config(name, dtype=dtype)
+    learner = Learner(
+        config,
+        make_objective("grpo", {}),
+        make_optimizer(1e-4),
+        make_mesh((1, -1, 1)),
+        StepOptions(),
+        LearnerOptions(row_length=_LENGTH.value, rows_per_part=_ROWS.value),
+    )
+    learner.init(jax.random.key(0))
+    rng = np.random.default_rng(0)
+    rows = [full_row(rng, i, _LENGTH.value, config.vocab_size) for i in range(_ROWS.value)]
+    advantages = rng.normal(size=len(rows))
+    learner.train(rows, advantages)  # compiles
+    times = []
+    for _ in range(common.REPEATS.value):
+        started = time.perf_counter()
+        learner.train(rows, advantages)
+        times.append(time.perf_counter() - started)
+    return _ROWS.value * _LENGTH.value / statistics.median(times)
+
+
+def run() -> dict:
+    """The figures, printed as they come."""
+    dtype = common.dtype()
+    speeds, mfu = {}, {}
+    peak = common.peak_flops(jax.devices()[0])
+    for size, name in SIZES.items():
+        speeds[size] = measure(name, dtype)
+        print(f"{size}: {speeds[size]:.0f} tokens/s ({_ROWS.value} rows of {_LENGTH.value}, {dtype})", flush=True)
+        if peak:
+            flops = model_config(name).train_flops_per_token(_LENGTH.value)
+            mfu[size] = speeds[size] * flops / (peak * jax.device_count())
+    return {"tokens_per_s": speeds, "mfu": mfu, "dtype": dtype, **common.describe()}
+
+
+def main(argv) -> None:
+    del argv
+    print(json.dumps(run()))
+
+
+if __name__ == "__main__":
+    app.run(main)

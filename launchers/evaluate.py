@@ -1,0 +1,106 @@
+"""Held-out success of a run's newest checkpoint, with a 95% confidence interval.
+
+    python -m launchers.evaluate --workdir=runs/quickstart --tasks=200
+    python -m launchers.evaluate --workdir=runs/quickstart --baseline=one_fix
+
+The last line is one JSON object.
+"""
+
+import asyncio
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+from absl import app, flags, logging
+
+from envs.repair.baselines import BASELINES
+from envs.repair.env import RepairTasks
+from launchers import system
+from launchers.configuration import load_config
+from venusrl.core.errors import CheckpointError, ConfigError, VenusError
+from venusrl.learner.checkpoint import Checkpointer
+from venusrl.observe.intervals import wilson
+from venusrl.rollout.evaluation import evaluate
+from venusrl.sandbox import SandboxPool
+
+_WORKDIR = flags.DEFINE_string("workdir", "runs/quickstart", "Folder of the run.")
+_TASKS = flags.DEFINE_integer("tasks", 200, "Held-out tasks, from the first.", lower_bound=1)
+_TEMPERATURE = flags.DEFINE_float("temperature", None, "Of sampling; 0 is greedy. Default: the run's eval.temperature.")
+_BASELINE = flags.DEFINE_enum(
+    "baseline", None, list(BASELINES), "A scripted policy instead of the run's (repair only)."
+)
+
+Graded = list[tuple[str, float]]  # (family, reward) of each task
+
+
+async def _policy(config) -> tuple[Graded, int]:
+    """Results of the newest checkpoint, and the number of lost episodes."""
+    folder = Path(_WORKDIR.value) / "checkpoints"
+    if not folder.is_dir():
+        raise CheckpointError(f"no checkpoints in {_WORKDIR.value}; train first, or fix --workdir")
+    model = system.load_model(config)
+    learner = system.make_learner(config, model.config)
+    checkpoints = Checkpointer(folder, config.checkpoint.keep)
+    restored = checkpoints.restore(learner.abstract_state())
+    checkpoints.close()
+    if restored is None:
+        raise CheckpointError(f"no checkpoint in {folder}; train first, or fix --workdir")
+    step, state, _ = restored
+    print(f"step {step} of {_WORKDIR.value}, temperature {config.eval.temperature}")
+    async with system.open_rollout(config, model, state.params, step) as rollout:
+        tasks = rollout.heldout_tasks
+        result = await evaluate(rollout.evaluation, tasks, _TASKS.value, config.rollout.slots)
+        graded = [(tasks.describe(t.index).get("family", "all"), t.reward) for t in result.trajectories]
+        return graded, len(result.lost)
+
+
+async def _baseline(config) -> tuple[Graded, int]:
+    """Results of a scripted policy."""
+    if config.env.name != "repair":
+        raise ConfigError(f"--baseline is for env.name='repair', this run has {config.env.name!r}")
+    limit = asyncio.Semaphore(8)
+
+    async def one(tasks: RepairTasks, index: int) -> tuple[str, float]:
+        async with limit:
+            env = tasks.make(index)
+            try:
+                await env.reset()
+                for reply in BASELINES[_BASELINE.value](env.task):
+                    await env.step(reply)
+                return env.task.family, await env.grade()
+            finally:
+                await env.close()
+
+    async with SandboxPool(max_sandboxes=config.sandbox.max_sandboxes) as pool:
+        tasks = system.make_tasks(config, pool, "heldout")
+        return list(await asyncio.gather(*(one(tasks, i) for i in range(min(_TASKS.value, len(tasks)))))), 0
+
+
+def main(argv) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments {argv[1:]}")
+    system.use_compile_cache()
+    try:
+        config = load_config(_WORKDIR.value)
+        if _TEMPERATURE.value is not None:
+            config.eval.temperature = _TEMPERATURE.value
+        graded, lost = asyncio.run(_baseline(config) if _BASELINE.value else _policy(config))
+    except VenusError as error:
+        logging.error("%s: %s", type(error).__name__, error)
+        sys.exit(1)
+    families = defaultdict(list)
+    for family, reward in graded:
+        families[family].append(reward)
+    for family, rewards in sorted(families.items()):
+        print(f"  {family:12s} {sum(rewards) / len(rewards):.3f} of {len(rewards)}")
+    successes = sum(reward for _, reward in graded)
+    low, high = wilson(successes, len(graded))
+    rate = successes / max(1, len(graded))
+    print(f"held-out success {rate:.3f}, 95% interval [{low:.3f}, {high:.3f}], {len(graded)} tasks, {lost} lost")
+    print(json.dumps({"heldout_success": rate, "low": low, "high": high, "tasks": len(graded), "lost": lost}))
+
+
+if __name__ == "__main__":
+    flags.FLAGS.set_default("verbosity", logging.WARNING)
+    app.run(main)

@@ -1,0 +1,195 @@
+"""Checkpoints come back equal, survive donation, damage and a full disk."""
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from venusrl.core.errors import CheckpointError
+from venusrl.learner.checkpoint import Checkpointer
+from venusrl.learner.state import TrainState, new_state
+
+from . import tiny
+
+# TensorStore's abandoned reads, after a restore that was refused.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+EXTRA = {"version": 3, "groups": [{"id": "g0", "reward": 0.25, "reasons": []}], "name": "\u00e9"}
+
+
+def state_of(seed: int, width: int = 6) -> TrainState:
+    rng = np.random.default_rng(seed)
+    params = {"a": {"w": jnp.asarray(rng.normal(size=(width, 4)), jnp.float32)}, "b": jnp.asarray(rng.normal(size=5))}
+    state = new_state(params, tiny.adam())
+    moments = jax.tree.map(lambda x: x + seed if x.dtype == jnp.float32 else x + 7, state.opt_state)
+    return state.replace(step=jnp.int32(seed), opt_state=moments, skipped=jnp.int32(1))
+
+
+def abstract(state: TrainState):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def host(tree):
+    return jax.tree.map(np.array, tree)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "checkpoints"
+
+
+@pytest.fixture
+def two(folder):
+    """Steps 1 and 2 on disk."""
+    checkpointer = Checkpointer(folder, keep=2)
+    for step in (1, 2):
+        checkpointer.save(step, state_of(step), EXTRA | {"version": step})
+    checkpointer.close()
+    return folder
+
+
+def test_restored_equals_saved(folder):
+    checkpointer = Checkpointer(folder)
+    assert checkpointer.restore(abstract(state_of(0))) is None and checkpointer.steps == []
+    checkpointer.save(5, state_of(5), EXTRA)
+    checkpointer.close()
+    again = Checkpointer(folder)
+    step, state, extra = again.restore(abstract(state_of(0)))
+    assert (step, extra, again.steps) == (5, json.loads(json.dumps(EXTRA)), [5])
+    chex.assert_trees_all_equal(host(state), host(state_of(5)))
+    assert jax.tree.structure(state) == jax.tree.structure(state_of(5))  # optax's tuples, not lists
+    again.close()
+
+
+def test_donating_right_after_an_asynchronous_save_is_safe(folder):
+    spoil = jax.jit(lambda s: jax.tree.map(lambda x: x * 0 - 1, s), donate_argnums=0)
+    nobodys = jax.device_put(state_of(2, width=200_000))
+    spoil(nobodys)  # compiled before, so that the donation below comes while the save is under way
+    assert nobodys.params["a"]["w"].is_deleted()
+    state = jax.device_put(state_of(3, width=200_000))
+    before = host(state)
+    checkpointer = Checkpointer(folder)
+    checkpointer.save(3, state, {})
+    spoilt = spoil(state)
+    assert float(spoilt.params["a"]["w"][0, 0]) == -1
+    checkpointer.wait()
+    _, restored, _ = checkpointer.restore(abstract(spoilt))
+    chex.assert_trees_all_equal(host(restored), before)
+    checkpointer.close()
+
+
+def test_only_the_newest_are_kept(folder):
+    checkpointer = Checkpointer(folder, keep=2)
+    for step in (1, 2, 3, 4):
+        checkpointer.save(step, state_of(step), {})
+    checkpointer.wait()
+    assert checkpointer.steps == [3, 4]
+    checkpointer.close()
+    assert sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) == [3, 4]
+
+
+def garble(path):
+    for file in path.rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"\x00garbage" * (1 + file.stat().st_size // 16))
+
+
+def truncate(path):
+    for file in path.rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+DAMAGE = {
+    "garbled state": lambda step: garble(step / "state"),
+    "truncated state": lambda step: truncate(step / "state"),
+    "truncated extra": lambda step: truncate(step / "extra"),
+    "no state": lambda step: shutil.rmtree(step / "state"),
+    "no extra": lambda step: shutil.rmtree(step / "extra"),
+    "no data files": lambda step: [shutil.rmtree(d) for d in (step / "state").iterdir() if d.is_dir()],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_newest_falls_back_with_a_warning(two, caplog, damage):
+    DAMAGE[damage](two / "2")
+    checkpointer = Checkpointer(two)
+    with caplog.at_level(logging.WARNING):
+        step, state, extra = checkpointer.restore(abstract(state_of(0)))
+    assert (step, extra["version"]) == (1, 1)
+    chex.assert_trees_all_equal(host(state), host(state_of(1)))
+    assert any(str(two) in r.getMessage() and "cannot be read" in r.getMessage() for r in caplog.records)
+    checkpointer.close()
+
+
+def test_all_damaged_is_an_error_not_a_fresh_start(two):
+    for step in ("1", "2"):
+        garble(two / step / "state")
+    checkpointer = Checkpointer(two)
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .*step 2: .*step 1: "):
+        checkpointer.restore(abstract(state_of(0)))
+    checkpointer.close()
+
+
+@pytest.mark.parametrize("width", [3, 7])  # a smaller one could be filled with a part of the larger
+def test_another_models_shape_is_refused(two, width):
+    checkpointer = Checkpointer(two)
+    with pytest.raises(CheckpointError, match=r"--workdir"):
+        checkpointer.restore(abstract(state_of(0, width=width)))
+    checkpointer.close()
+
+
+def test_another_models_parameters_are_refused(two):
+    other = state_of(0)
+    other.params["c"] = other.params.pop("b")
+    checkpointer = Checkpointer(two)
+    with pytest.raises(CheckpointError, match=r"--workdir"):
+        checkpointer.restore(abstract(other))
+    checkpointer.close()
+
+
+def test_unfinished_save_is_no_checkpoint(two):
+    """What a kill in the middle of a save leaves behind."""
+    shutil.copytree(two / "2", two / "3.orbax-checkpoint-tmp-17")
+    checkpointer = Checkpointer(two)
+    assert checkpointer.steps == [1, 2]
+    assert checkpointer.restore(abstract(state_of(0)))[0] == 2
+    checkpointer.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 4 MB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)], capture_output=True)
+    if mount.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {mount.stderr.decode().strip()}")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_a_full_disk_is_said_and_the_earlier_checkpoint_stays(small_disk):
+    checkpointer = Checkpointer(small_disk / "c")
+    first = state_of(1, width=5_000)  # 80 kB of noise in params, and its moments
+    checkpointer.save(1, first, EXTRA)
+    checkpointer.wait()
+    with pytest.raises(CheckpointError, match=r"earlier checkpoints are kept: \[1\]"):
+        checkpointer.save(2, state_of(2, width=400_000), EXTRA)  # 6.4 MB of noise
+        checkpointer.wait()
+    step, state, extra = checkpointer.restore(abstract(first))
+    assert (step, extra) == (1, EXTRA)
+    chex.assert_trees_all_equal(host(state), host(first))
+    checkpointer.save(3, state_of(3, width=5_000), EXTRA)  # space again: the failure has not stuck
+    checkpointer.wait()
+    assert 3 in checkpointer.steps
+    checkpointer.close()

@@ -1,0 +1,103 @@
+"""Incremental ChatML against the rendering of the whole history."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from venusrl.core.errors import ConfigError
+from venusrl.models.chat import ChatFormat
+
+SPACES = st.sampled_from(["", " ", "\n", "\n\n", "  \n", "\t", " \n "])
+WORDS = st.one_of(st.sampled_from(["", "fox", "12", "<|im_end|>", "a b", "def f():\n    pass"]), st.text(max_size=6))
+CONTENT = st.tuples(SPACES, WORDS, SPACES).map("".join).filter(lambda s: not any("\ud800" <= c <= "\udfff" for c in s))
+OPENING = st.lists(st.tuples(st.sampled_from(["system", "user"]), CONTENT), min_size=1, max_size=3)
+# (reply, whether it was cut by length, observation)
+TURNS = st.lists(st.tuples(CONTENT.filter(bool), st.booleans(), CONTENT), max_size=4)
+
+
+@pytest.fixture(scope="module")
+def chat(tokenizer):
+    return ChatFormat(tokenizer)
+
+
+def message(role, content):
+    return f"<|im_start|>{role}\n{content}<|im_end|>\n"
+
+
+@settings(max_examples=100, deadline=None)
+@given(opening=OPENING, turns=TURNS)
+def test_turns_only_append_and_equal_the_whole_history(tokenizer, chat, opening, turns):
+    ids = chat.prompt([{"role": r, "content": c} for r, c in opening])
+    text = "".join(message(*m) for m in opening) + "<|im_start|>assistant\n"
+    assert tokenizer.decode(ids, keep_control=True) == text
+    for reply, cut, observed in turns:
+        generated = tokenizer.encode(reply) + ([] if cut else [tokenizer.im_end])
+        assert chat.reply(generated) == reply
+        grown = ids + generated + chat.observation(observed, generated[-1])
+        assert grown[: len(ids)] == ids
+        ids = grown
+        text += f"{reply}<|im_end|>\n" + message("user", observed) + "<|im_start|>assistant\n"
+        assert tokenizer.decode(ids, keep_control=True) == text
+
+
+def whole_history_ids(tokenizer, messages):
+    """As a whole-history template gives them: render, split at the control tokens, encode what lies between."""
+    ids = []
+    for role, content in messages:
+        ids += [tokenizer.im_start, *tokenizer.encode(f"{role}\n{content}"), tokenizer.im_end, *tokenizer.encode("\n")]
+    return [*ids, tokenizer.im_start, *tokenizer.encode("assistant\n")]
+
+
+@settings(max_examples=100, deadline=None)
+@given(opening=OPENING, observed=CONTENT, reply=st.sampled_from(["fox", "a b", "12 \n"]))
+def test_ids_equal_those_of_the_whole_history(tokenizer, chat, opening, observed, reply):
+    """Replies that start with white space are left out: there the model may choose ids that a template would not."""
+    generated = [*tokenizer.encode(reply), tokenizer.im_end]
+    ids = chat.prompt([{"role": r, "content": c} for r, c in opening]) + generated
+    ids += chat.observation(observed, generated[-1])
+    assert ids == whole_history_ids(tokenizer, [*opening, ("assistant", reply), ("user", observed)])
+
+
+def test_leading_newline_merges_with_the_header(tokenizer, chat):
+    """The case that encoding role and content apart would get wrong."""
+    assert tokenizer.encode("user\n\n\nfox") != tokenizer.encode("user\n") + tokenizer.encode("\n\nfox")
+    ids = chat.prompt([{"role": "user", "content": "\n\nfox"}])
+    assert ids[1 : ids.index(tokenizer.im_end)] == tokenizer.encode("user\n\n\nfox")
+
+
+@pytest.mark.parametrize("last", ["cut", "end_of_text"])
+def test_an_end_that_was_not_generated_is_an_observation(tokenizer, chat, last):
+    last_token = tokenizer.end_of_text if last == "end_of_text" else tokenizer.encode("fox")[-1]
+    supplied = chat.observation("o", last_token)
+    assert supplied == [tokenizer.im_end, *chat.observation("o", tokenizer.im_end)]
+    assert tokenizer.im_end in chat.stop_tokens and tokenizer.end_of_text in chat.stop_tokens
+
+
+def test_role_of_an_observation(tokenizer, chat):
+    text = tokenizer.decode(chat.observation("o", tokenizer.im_end, role="tool"), keep_control=True)
+    assert text == "\n<|im_start|>tool\no<|im_end|>\n<|im_start|>assistant\n"
+
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_chatml_template_is_accepted(chat):
+    chat.check_template(CHATML)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHATML.replace("<|im_end|>\n{% endfor %}", "<|im_end|>{% endfor %}"),
+        CHATML.replace("message.content", "message.content | trim | replace(' ', '')"),
+        CHATML.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"),
+        "{% for message in messages %}[INST]{{ message.content }}[/INST]{% endfor %}",
+    ],
+    ids=["no-newline", "rewrites-content", "opens-a-thought", "another-format"],
+)
+def test_another_template_is_refused(chat, template):
+    with pytest.raises(ConfigError, match="not ChatML"):
+        chat.check_template(template)
