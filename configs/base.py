@@ -42,6 +42,7 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
         slots=64,
         max_length=512,  # of a trajectory, in tokens
         decode_steps=8,  # tokens a host turn
+        decode_rows=(16,),  # batch sizes of decode below slots
         prefill_rows=(4, 16),
         prefill_tokens=(32, 128),
         read_lengths=(256,),

@@ -19,6 +19,7 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
     c.batch_groups = 8
     c.rollout.prefill_rows = (2, 6, 16)
     c.rollout.prefill_tokens = (16, 48, 128)
+    c.learner.rows_per_part = 4
     c.learner.learning_rate = 3e-4
     c.learner.skip_zero_variance = True
     c.eval.every = 30

@@ -19,15 +19,14 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
     c.model = config_dict.create(name="tiny", dtype="float32")
     c.vocab_texts = 3000  # demonstrations the tokenizer is trained on
     c.tasks = 20_000  # training tasks that demonstrations are drawn from
-    # (steps, peak learning rate, how often a demonstrated fix is right): one time in three is what guessing gives.
-    c.stages = ((420, 2e-3, 1 / 3), (250, 1e-3, 0.42))
+    c.stages = ((500, 2e-3), (250, 1e-3))  # (steps, peak learning rate), one after the other
     c.demos_per_step = 40
     c.warmup_steps = 40
-    c.habits = config_dict.create(check=0.5, retry=0.3, max_edits=3)
+    c.habits = config_dict.create(careful=0.2, careful_right=0.95, right=0.2, check=0.5, retry=0.3, max_edits=3)
     c.row_length = 512
     c.rows_per_part = 8
     if arg == "smoke":
-        c.vocab_texts, c.demos_per_step, c.stages = 100, 8, ((1, 1e-3, 0.5), (1, 1e-3, 0.5))
+        c.vocab_texts, c.demos_per_step, c.stages = 100, 8, ((1, 1e-3), (1, 1e-3))
     elif arg:
         raise ValueError(f"configs/warmstart.py: argument {arg!r} is unknown; use 'smoke' or none")
     return c

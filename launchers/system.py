@@ -165,6 +165,7 @@ async def open_rollout(config: config_dict.ConfigDict, model: Model, params, ver
             slots=r.slots,
             max_length=r.max_length,
             decode_steps=r.decode_steps,
+            decode_rows=tuple(r.decode_rows),
             prefill_rows=tuple(r.prefill_rows),
             prefill_tokens=tuple(r.prefill_tokens),
             read_lengths=tuple(r.read_lengths),

@@ -52,9 +52,9 @@ def demonstration_trajectory(task: RepairTask, rng, habits: Habits, chat: ChatFo
 
 def train(learner: Learner, config, stage: int, chat: ChatFormat, tokenizer: Tokenizer) -> None:
     """One stage of `config.stages`; the learner has its parameters."""
-    steps, _, right = config.stages[stage]
+    steps, _ = config.stages[stage]
     rng = np.random.default_rng((config.seed, stage))
-    habits = Habits(right=right, **config.habits)
+    habits = Habits(**config.habits)
     for step in range(steps):
         tasks = [make_task("train", int(i)) for i in rng.integers(config.tasks, size=config.demos_per_step)]
         demos = [demonstration_trajectory(task, rng, habits, chat, tokenizer) for task in tasks]
@@ -77,7 +77,7 @@ def main(argv) -> None:
         texts = demonstration_texts([make_task("train", i) for i in range(config.vocab_texts)], rng, Habits())
         tokenizer = Tokenizer.train(texts, model.vocab_size)
     logging.info("tokenizer: %d tokens of %d", tokenizer.vocab_size, model.vocab_size)
-    for stage, (steps, rate, _) in enumerate(config.stages):
+    for stage, (steps, rate) in enumerate(config.stages):
         if stage < config.first_stage:
             continue
         learner = Learner(

@@ -1,7 +1,8 @@
 """Scripted demonstrations for the warm start: format and tool use are right, judgement is poor.
 
-A fix is more often wrong than right, and a failed check is followed up only sometimes. Observations are computed here,
-character for character what a sandbox answers (a test compares them).
+Most demonstrations are careless: their fix is wrong four times in five, and a failed check is followed up only
+sometimes. One in five runs the check before it edits, and is mostly right. Which way is better, training has to find
+out. Observations are computed here, character for character what a sandbox answers (a test compares them).
 """
 
 import dataclasses
@@ -15,18 +16,22 @@ from envs.repair.tasks import RepairTask, evaluate
 
 @dataclasses.dataclass(frozen=True)
 class Habits:
-    """How the scripted agent behaves.
+    """How the scripted agent behaves. It is careful now and then: it runs the check before it edits, and thinks.
 
     Attributes:
-      right: probability that an edit is the documented fix; else it is one of the other variants, evenly.
+      careful: probability of a careful demonstration.
+      careful_right: probability that a careful edit is the documented fix.
+      right: the same of a careless edit; else it is one of the other variants, evenly.
       check: probability of running the check after an edit.
       retry: probability of another edit after a failed check, instead of submitting.
       max_edits: edits at most.
     """
 
-    right: float = 1 / 3
+    careful: float = 0.2
+    careful_right: float = 0.95
+    right: float = 0.2
     check: float = 0.5
-    retry: float = 0.4
+    retry: float = 0.3
     max_edits: int = 3
 
 
@@ -60,10 +65,14 @@ def show_check(task: RepairTask, source: str) -> str:
 def demonstrate(task: RepairTask, rng: np.random.Generator, habits: Habits = Habits()) -> list[tuple[str, str]]:
     """One demonstration: (reply, observation) of each turn; the last reply submits and its observation is ""."""
     turns = [(shell.block(read_command(task)), show_file(task))]
+    careful = rng.random() < habits.careful
+    if careful:
+        turns.append((shell.block(CHECK_COMMAND), show_check(task, task.source)))
+    right = habits.careful_right if careful else habits.right
     current = task.wrong
     for _ in range(habits.max_edits):
         others = [i for i in range(len(task.candidates)) if i not in (current, task.right)]
-        current = task.right if current != task.right and rng.random() < habits.right else int(rng.choice(others))
+        current = task.right if current != task.right and rng.random() < right else int(rng.choice(others))
         turns.append((shell.block(edit_command(task, task.candidates[current])), "[done]"))
         if rng.random() >= habits.check:
             break

@@ -14,8 +14,8 @@ PARAMETERS = (
     "price cost rate count size width height depth weight level score total limit step speed age year day hour "
     "minute left right first second start stop low high base offset gain loss share part whole length"
 ).split()
-TARIFFS = "FEE TAX TOLL RENT DUTY FINE WAGE BONUS".split()  # module-level constants
-PAIRED = "left right start stop low high first second".split()  # where a family mixes parameters up
+TARIFFS = "FEE TAX TOLL RENT".split()  # module-level constants
+SIDES = "left right low high".split()  # where a family mixes parameters up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,39 +124,37 @@ def logic(rng, constants) -> Draw:
 
 def variable(rng, constants) -> Draw:
     """The wrong variable of four."""
-    names = _names(rng, 4, PAIRED)
     c = int(rng.choice(constants))
-    docs = tuple(f"Multiply {name} by {c}." for name in names)
+    docs = tuple(f"Multiply {name} by {c}." for name in SIDES)
     inputs = tuple(_distinct(rng, 4) for _ in "ab")
-    return _draw(rng, docs, names, f"return {c} * {{}}", names, "[a-z]*$", inputs)
+    return _draw(rng, docs, _names(rng, 4, SIDES), f"return {c} * {{}}", SIDES, "[a-z]*$", inputs)
 
 
-def _tariff(rng, constants) -> tuple[list[str], str]:
-    """Four module-level constants: their names, and the lines that define them."""
-    names = _names(rng, 4, TARIFFS)
+def _tariffs(rng, constants) -> str:
+    """The lines that define the module-level constants."""
     values = rng.choice(constants, 4, replace=False)
-    return names, "".join(f"{name} = {int(value)}\n" for name, value in zip(names, values, strict=True))
+    return "".join(f"{name} = {int(value)}\n" for name, value in zip(_names(rng, 4, TARIFFS), values, strict=True))
 
 
 def constant(rng, constants) -> Draw:
     """The wrong constant in the body."""
     a = _names(rng, 1)[0]
-    names, helper = _tariff(rng, constants)
-    docs = tuple(f"Add the {name} to {a}." for name in names)
-    return _draw(rng, docs, [a], f"return {a} + {{}}", names, r"[A-Z]\+", _numbers(rng, 2, 1), helper)
+    docs = tuple(f"Add the {name} to {a}." for name in TARIFFS)
+    inputs, helper = _numbers(rng, 2, 1), _tariffs(rng, constants)
+    return _draw(rng, docs, [a], f"return {a} + {{}}", TARIFFS, r"[A-Z]\+", inputs, helper)
 
 
 def default(rng, constants) -> Draw:
     """The wrong default in the head."""
     a, b = _names(rng, 2)
-    names, helper = _tariff(rng, constants)
-    docs = tuple(f"Default of {b} is the {name}." for name in names)
-    return _draw(rng, docs, [a, f"{b}={{}}"], f"return {a} * {b}", names, r"[A-Z]\+", _numbers(rng, 2, 1), helper)
+    docs = tuple(f"Default of {b} is the {name}." for name in TARIFFS)
+    inputs, helper = _numbers(rng, 2, 1), _tariffs(rng, constants)
+    return _draw(rng, docs, [a, f"{b}={{}}"], f"return {a} * {b}", TARIFFS, r"[A-Z]\+", inputs, helper)
 
 
 def arguments(rng, constants) -> Draw:
     """Arguments of a call, swapped or doubled."""
-    a, b = _names(rng, 2, PAIRED)
+    a, b = SIDES[:2]
     pairs = [(a, b), (b, a), (a, a), (b, b)]
     docs = tuple(f"Join {x} with {y}." for x, y in pairs)
     helper = f"def join(x, y):\n    return {int(rng.choice(constants))} * x + y\n"

@@ -61,7 +61,7 @@ def enter(hostname: str, disk_bytes: int, python_fd: int | None, python_prefix: 
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     options = f"size={disk_bytes},nr_inodes={_MAX_INODES},mode=755"
     mount("tmpfs", _STAGE, "tmpfs", MS_NOSUID | MS_NODEV, options)
-    for name in ("root", "workspace", "tmp", "shm"):
+    for name in ("root", "workspace", "tmp", "shm", "empty"):
         os.mkdir(f"{_STAGE}/{name}", 0o755)
     mount(_ROOT, _ROOT, None, MS_BIND)
     _bind_host_programs()
@@ -126,10 +126,19 @@ def _make_devices() -> None:
 
 
 def _bind_python(python_fd: int, prefix: str) -> None:
-    """The owner's interpreter at /opt/python, and a link at its old path, which its RPATH and scripts name."""
+    """The owner's interpreter at /opt/python, and a link at its old path, which its RPATH and scripts name.
+
+    Without its site-packages: what happens to be installed there would differ from host to host, and start-up files in
+    it can triple the time that every `python3` of a sandbox takes to start (42 ms against 12 ms, measured).
+    """
     os.makedirs(f"{_ROOT}{PYTHON_HOME}")
     _bind(f"/proc/self/fd/{python_fd}", f"{_ROOT}{PYTHON_HOME}", _READ_ONLY)
     os.close(python_fd)
+    library = f"{_ROOT}{PYTHON_HOME}/lib"
+    for name in os.listdir(library) if os.path.isdir(library) else ():
+        packages = f"{library}/{name}/site-packages"
+        if name.startswith("python3") and os.path.isdir(packages):
+            _bind(f"{_STAGE}/empty", packages, _READ_ONLY)
     os.makedirs(os.path.dirname(f"{_ROOT}{prefix}"), exist_ok=True)
     if not os.path.lexists(f"{_ROOT}{prefix}"):
         os.symlink(PYTHON_HOME, f"{_ROOT}{prefix}")

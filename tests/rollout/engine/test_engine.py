@@ -68,7 +68,9 @@ def test_a_sample_does_not_depend_on_its_batch_or_row(weights, alone, others):
     np.testing.assert_allclose(again.logprobs, alone.logprobs, atol=1e-5)
 
 
-@pytest.mark.parametrize("overrides", [dict(decode_steps=1), dict(decode_steps=7), dict(slots=1)], ids=str)
+@pytest.mark.parametrize(
+    "overrides", [dict(decode_steps=1), dict(decode_steps=7), dict(slots=1), dict(decode_rows=())], ids=str
+)
 def test_a_sample_does_not_depend_on_the_engines_shape(weights, alone, overrides):
     again = run(tiny.engine(weights, **overrides), [ask("t", tiny.tokens(3, 9), 14, 1.0, seed=5)])["t"]
     assert again.tokens == alone.tokens
@@ -95,7 +97,7 @@ def test_samples_follow_the_tempered_distribution():
         assert (np.abs(error) < 4.5 * np.sqrt(p * (1 - p) / rows)).all()
 
 
-BUCKETS = dict(prefill_rows=(2,), prefill_tokens=(4, 16), read_lengths=(24,), slots=2)
+BUCKETS = dict(prefill_rows=(2,), prefill_tokens=(4, 16), read_lengths=(24,), slots=2, decode_rows=(1,))
 
 
 def test_compiles_are_bounded_and_done_once(weights):
@@ -110,7 +112,7 @@ def test_compiles_are_bounded_and_done_once(weights):
 
     everything()
     first = engine.compiled
-    assert 3 < first - before <= 1 * 2 * 2 + 2  # prefill: rows x tokens x reads; decode: reads
+    assert 3 < first - before <= 1 * 2 * 2 + 2 * 2  # prefill: rows x tokens x reads; decode: rows x reads
     everything()
     assert engine.compiled == first
 

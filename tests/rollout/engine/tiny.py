@@ -15,9 +15,16 @@ from venusrl.rollout.worker import Request
 
 CONFIG = ModelConfig(64, 32, 2, 4, 2, 8, 48, rope_theta=1e4, max_length=128)
 LENGTH = 48
-# One prefill and one decode program; engines of the same options share them (JAX caches by function and shapes).
+# One prefill and two decode programs (up to two rows copied out, all three in place). Engines of the same options share
+# them: JAX caches by function and shapes.
 OPTIONS = EngineOptions(
-    slots=3, max_length=LENGTH, decode_steps=4, prefill_rows=(2,), prefill_tokens=(8,), read_lengths=()
+    slots=3,
+    max_length=LENGTH,
+    decode_steps=4,
+    decode_rows=(2,),
+    prefill_rows=(2,),
+    prefill_tokens=(8,),
+    read_lengths=(),
 )
 STOP = 7
 

@@ -24,6 +24,7 @@ class EngineOptions:
     slots: rows of KV, and requests at once.
     max_length: tokens of a row, prompt included.
     decode_steps: tokens a row may generate in one host turn.
+    decode_rows: batch sizes below `slots` that decode is compiled for, ascending; `slots` is added.
     prefill_rows: batch sizes that prefill is compiled for, ascending.
     prefill_tokens: lengths that prefill is compiled for, ascending; longer ones take several calls.
     read_lengths: numbers of cached positions that attention is compiled for, ascending; max_length is added.
@@ -33,6 +34,7 @@ class EngineOptions:
     slots: int = 64
     max_length: int = 1024
     decode_steps: int = 8
+    decode_rows: tuple[int, ...] = (16,)
     prefill_rows: tuple[int, ...] = (4, 16)
     prefill_tokens: tuple[int, ...] = (32, 128)
     read_lengths: tuple[int, ...] = (256, 512)
@@ -65,6 +67,7 @@ class Engine:
         self._stop = frozenset(stop_tokens)
         self._caches = new_caches(config, o.slots, o.max_length)
         self._reads = sorted({r for r in o.read_lengths if r < o.max_length} | {o.max_length})
+        self._batches = sorted({r for r in o.decode_rows if r < o.slots} | {o.slots})
         self._table = RowTable(o.slots)
         self._queue: deque[Request] = deque()
         self._running: dict[int, Request] = {}  # by row
@@ -173,27 +176,32 @@ class Engine:
 
     def _decode_running(self) -> list[tuple[Request, Chunk]]:
         slots, steps = self.options.slots, self.options.decode_steps
-        token, position, remaining, seed = (np.zeros(slots, np.int32) for _ in range(4))
-        temperature = np.zeros(slots, np.float32)
+        size = _bucket(len(self._running), self._batches)
+        # Where each running row stands in the batch: its own place in a whole one, else the next.
+        places = {row: row if size == slots else i for i, row in enumerate(self._running)}
+        where = np.full(size, slots, np.int32)
+        token, position, remaining, seed = (np.zeros(size, np.int32) for _ in range(4))
+        temperature = np.zeros(size, np.float32)
         for row, request in self._running.items():
-            entry = self._table.rows[row]
-            token[row], position[row] = entry.tokens[-1], len(entry.tokens) - 1
-            remaining[row], seed[row], temperature[row] = self._left[row], request.seed, request.temperature
+            entry, i = self._table.rows[row], places[row]
+            where[i], token[i], position[i] = row, entry.tokens[-1], len(entry.tokens) - 1
+            remaining[i], seed[i], temperature[i] = self._left[row], request.seed, request.temperature
         read = _bucket(int(position.max()) + steps, self._reads)
         state = RowState(*(jnp.asarray(x) for x in (token, position, remaining, temperature, seed)))
-        self._caches, _, out = self._programs.decode(steps, read, self._params, self._caches, state)
+        rows = None if size == slots else jnp.asarray(where)
+        self._caches, out = self._programs.decode(steps, read, self._params, self._caches, rows, state)
         tokens, logprobs, counts = (np.asarray(x) for x in out)
         chunks = []
         for row, request in list(self._running.items()):
-            n = int(counts[row])
-            new = tokens[:n, row].tolist()
+            n = int(counts[places[row]])
+            new = tokens[:n, places[row]].tolist()
             entry = self._table.rows[row]
             entry.tokens.extend(new)
             entry.cached = len(entry.tokens) - 1
             self._left[row] -= n
             self._generated += n
             stop = "stop" if new[-1] in self._stop else "length" if self._left[row] <= 0 else None
-            chunks.append((request, Chunk(new, logprobs[:n, row].tolist(), self.version, stop)))
+            chunks.append((request, Chunk(new, logprobs[:n, places[row]].tolist(), self.version, stop)))
             if stop:
                 self._end(row)
         return chunks

@@ -75,12 +75,21 @@ def prefill(
 
 
 def decode(
-    config: ModelConfig, steps: int, read: int, stop_tokens: tuple[int, ...], params, caches, state: RowState
-) -> tuple[list[LayerCache], RowState, Decoded]:
+    config: ModelConfig, steps: int, read: int, stop_tokens: tuple[int, ...], params, caches, rows_R, state: RowState
+) -> tuple[list[LayerCache], Decoded]:
     """Up to `steps` tokens for every row that has some remaining; ends early when none has.
 
     A row ends when it generates a stop token or has none remaining.
+
+    Args:
+      read: static; cached positions that are looked at, at least position + steps of every row.
+      rows_R: row of the cache of each entry of `state`; one outside the cache for padding, with none remaining. None
+        where the state speaks of all rows in order; else the rows are copied out for the steps and back, which is
+        cheaper than steps over rows that are not decoding (their tools are at work).
     """
+    whole = caches
+    if rows_R is not None:
+        caches = [LayerCache(*(x.at[rows_R, :, :read].get(mode="clip") for x in layer)) for layer in whole]
     rows = state.token.shape[0]
     empty = Decoded(
         jnp.zeros((steps, rows), jnp.int32), jnp.zeros((steps, rows), jnp.float32), jnp.zeros(rows, jnp.int32)
@@ -110,8 +119,15 @@ def decode(
         )
         return step + 1, caches, state, out
 
-    _, caches, state, out = jax.lax.while_loop(going, body, (jnp.int32(0), caches, state, empty))
-    return caches, state, out
+    _, caches, _, out = jax.lax.while_loop(going, body, (jnp.int32(0), caches, state, empty))
+    if rows_R is not None:
+        caches = [
+            LayerCache(
+                *(old.at[rows_R, :, :read].set(new, mode="drop") for old, new in zip(before, after, strict=True))
+            )
+            for before, after in zip(whole, caches, strict=True)
+        ]
+    return caches, out
 
 
 class Programs:
@@ -121,13 +137,13 @@ class Programs:
         self._config = config
         self._stop = tuple(stop_tokens)
         self._prefill = jax.jit(prefill, static_argnums=(0, 1), donate_argnums=(3,))
-        self._decode = jax.jit(decode, static_argnums=(0, 1, 2, 3), donate_argnums=(5, 6))
+        self._decode = jax.jit(decode, static_argnums=(0, 1, 2, 3), donate_argnums=(5,))
 
     def prefill(self, read: int, params, caches, rows_R, tokens_RT, start_R, count_R):
         return self._prefill(self._config, read, params, caches, rows_R, tokens_RT, start_R, count_R)
 
-    def decode(self, steps: int, read: int, params, caches, state: RowState):
-        return self._decode(self._config, steps, read, self._stop, params, caches, state)
+    def decode(self, steps: int, read: int, params, caches, rows_R, state: RowState):
+        return self._decode(self._config, steps, read, self._stop, params, caches, rows_R, state)
 
     @property
     def compiled(self) -> int:
