@@ -3,7 +3,9 @@
     make smollm2
     python -m launchers.train --config=configs/smollm2_bash.py
 
-Cost and result: to be measured. An untrained model solves about a quarter of the training tasks at temperature 0.7.
+`make smollm2` also installs what it needs. Cost: about a minute an update on two cores (estimated from one timed train
+step and a decode step, not from a run). Start: reward 0.26 on 32 training tasks, 4 samples each, at temperature 0.7.
+Result of training: not measured yet.
 """
 
 from ml_collections import config_dict
