@@ -2,8 +2,9 @@
 
     python -m launchers.warmstart --config=configs/warmstart.py
 
-Writes envs/repair/warmstart (model.safetensors, config.json, tokenizer.json), which is in the repository; run it
-only to make that folder again.
+Writes envs/repair/warmstart (model.safetensors, config.json, tokenizer.json). The folder in the repository was made in
+several runs, from one another, while this recipe changed; one run of this file has not been measured yet. Its start,
+on 200 held-out tasks: 0.40.
 """
 
 from ml_collections import config_dict
@@ -19,10 +20,10 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
     c.model = config_dict.create(name="tiny", dtype="float32")
     c.vocab_texts = 3000  # demonstrations the tokenizer is trained on
     c.tasks = 20_000  # training tasks that demonstrations are drawn from
-    c.stages = ((500, 2e-3), (250, 1e-3))  # (steps, peak learning rate), one after the other
+    c.stages = ((500, 2e-3), (500, 2e-3))  # (steps, peak learning rate), one after the other
     c.demos_per_step = 40
     c.warmup_steps = 40
-    c.habits = config_dict.create(careful=0.2, careful_right=0.95, right=0.2, check=0.5, retry=0.3, max_edits=3)
+    c.habits = config_dict.create(careful=0.7, careful_right=0.97, right=0.2, check=0.5, retry=0.3, max_edits=3)
     c.row_length = 512
     c.rows_per_part = 8
     if arg == "smoke":

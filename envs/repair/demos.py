@@ -1,7 +1,7 @@
 """Scripted demonstrations for the warm start: format and tool use are right, judgement is poor.
 
-Most demonstrations are careless: their fix is wrong four times in five, and a failed check is followed up only
-sometimes. One in five runs the check before it edits, and is mostly right. Which way is better, training has to find
+Some demonstrations are careless: their fix is wrong four times in five, and a failed check is followed up only
+sometimes. The others run the check before they edit, and are mostly right. Which way is better, training has to find
 out. Observations are computed here, character for character what a sandbox answers (a test compares them).
 """
 
@@ -16,7 +16,7 @@ from envs.repair.tasks import RepairTask, evaluate
 
 @dataclasses.dataclass(frozen=True)
 class Habits:
-    """How the scripted agent behaves. It is careful now and then: it runs the check before it edits, and thinks.
+    """How the scripted agent behaves. Where it is careful, it runs the check before it edits, and mostly gets it right.
 
     Attributes:
       careful: probability of a careful demonstration.
