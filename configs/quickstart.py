@@ -2,6 +2,9 @@
 
 make train
 python -m launchers.train --config=configs/quickstart.py
+
+Cost: 8 minutes of training on two cores, 9 to 17 s an update. Result so far: seed 0, held-out success 0.400 to 0.510 on
+200 tasks after 40 updates. The target, 0.85 as the median of three seeds, is not reached.
 """
 
 from ml_collections import config_dict
@@ -20,7 +23,7 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
     c.rollout.prefill_rows = (2, 6, 16)
     c.rollout.prefill_tokens = (16, 48, 128)
     c.learner.rows_per_part = 4
-    c.learner.learning_rate = 3e-4
+    c.learner.learning_rate = 4e-4
     c.learner.skip_zero_variance = True
     c.eval.every = 30
     c.eval.tasks = 200
