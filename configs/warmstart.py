@@ -15,19 +15,20 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
     c = config_dict.ConfigDict()
     c.seed = 0
     c.out = "envs/repair/warmstart"
-    c.start = ""  # a folder written before, to go on from with `first_stage`
-    c.first_stage = 0
+    c.first_stage = 0  # above 0: goes on from what an earlier run left in `out`
     c.model = config_dict.create(name="tiny", dtype="float32")
     c.vocab_texts = 3000  # demonstrations the tokenizer is trained on
     c.tasks = 20_000  # training tasks that demonstrations are drawn from
-    c.stages = ((500, 2e-3), (500, 2e-3))  # (steps, peak learning rate), one after the other
+    # (steps, peak learning rate, share of careful demonstrations), one after the other: the first stage teaches what
+    # the documentation means, the second to act before reading it.
+    c.stages = ((850, 2e-3, 1.0), (150, 1e-3, 0.2))
     c.demos_per_step = 40
     c.warmup_steps = 40
-    c.habits = config_dict.create(careful=0.7, careful_right=0.97, right=0.2, check=0.5, retry=0.3, max_edits=3)
+    c.habits = config_dict.create(right=0.15, check=0.5, retry=0.3, max_edits=3)
     c.row_length = 512
     c.rows_per_part = 8
     if arg == "smoke":
-        c.vocab_texts, c.demos_per_step, c.stages = 100, 8, ((1, 1e-3), (1, 1e-3))
+        c.vocab_texts, c.demos_per_step, c.stages = 100, 8, ((1, 1e-3, 1.0), (1, 1e-3, 0.2))
     elif arg:
         raise ValueError(f"configs/warmstart.py: argument {arg!r} is unknown; use 'smoke' or none")
     return c

@@ -18,11 +18,6 @@ from launchers.bench import common
 from launchers.bench import engine as engine_bench
 from launchers.bench import learner as learner_bench
 from venusrl.core.trajectory import Trajectory
-from venusrl.learner.learner import Learner, LearnerOptions
-from venusrl.learner.objectives import make_objective
-from venusrl.learner.sharding import make_mesh
-from venusrl.learner.state import make_optimizer
-from venusrl.learner.step import StepOptions
 from venusrl.models.config import model_config
 from venusrl.models.decoder import init_params
 from venusrl.rollout.engine.engine import Engine, EngineOptions
@@ -45,14 +40,7 @@ def mismatch(dtype: str) -> float:
         while engine.busy:
             for request, chunk in engine.step():
                 trajectories[request.trajectory].append_generated(chunk.tokens, chunk.logprobs, chunk.version)
-    learner = Learner(
-        config,
-        make_objective("grpo", {}),
-        make_optimizer(1e-4),
-        make_mesh((1, -1, 1)),
-        StepOptions(),
-        LearnerOptions(row_length=256, rows_per_part=8 * jax.device_count()),
-    )
+    learner = common.grpo_learner(config, 256, 8 * jax.device_count())
     learner.start_from(params)
     scores = learner.score(list(trajectories.values()))
     worst = 0.0

@@ -52,9 +52,9 @@ def demonstration_trajectory(task: RepairTask, rng, habits: Habits, chat: ChatFo
 
 def train(learner: Learner, config, stage: int, chat: ChatFormat, tokenizer: Tokenizer) -> None:
     """One stage of `config.stages`; the learner has its parameters."""
-    steps, _ = config.stages[stage]
+    steps, _, careful = config.stages[stage]
     rng = np.random.default_rng((config.seed, stage))
-    habits = Habits(**config.habits)
+    habits = Habits(careful=careful, **config.habits)
     for step in range(steps):
         tasks = [make_task("train", int(i)) for i in rng.integers(config.tasks, size=config.demos_per_step)]
         demos = [demonstration_trajectory(task, rng, habits, chat, tokenizer) for task in tasks]
@@ -69,17 +69,15 @@ def main(argv) -> None:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
     config = _CONFIG.value
     model = model_config(config.model.name, dtype=config.model.dtype)
-    params = None
-    if config.start:
-        tokenizer, params = Tokenizer.load(Path(config.start) / "tokenizer.json"), hf.load(config.start, model)
+    if config.first_stage:
+        tokenizer = Tokenizer.load(Path(config.out) / "tokenizer.json")
     else:
         rng = np.random.default_rng(config.seed)
         texts = demonstration_texts([make_task("train", i) for i in range(config.vocab_texts)], rng, Habits())
         tokenizer = Tokenizer.train(texts, model.vocab_size)
     logging.info("tokenizer: %d tokens of %d", tokenizer.vocab_size, model.vocab_size)
-    for stage, (steps, rate) in enumerate(config.stages):
-        if stage < config.first_stage:
-            continue
+    for stage in range(config.first_stage, len(config.stages)):
+        steps, rate, _ = config.stages[stage]
         learner = Learner(
             model,
             make_objective("sft", {}),
@@ -88,13 +86,12 @@ def main(argv) -> None:
             StepOptions(),
             LearnerOptions(row_length=config.row_length, rows_per_part=config.rows_per_part),
         )
-        if params is None:
-            learner.init(jax.random.key(config.seed))
+        if stage:  # from the file, so that a run that goes on from it gives the same
+            learner.start_from(hf.load(config.out, model))
         else:
-            learner.start_from(params)
+            learner.init(jax.random.key(config.seed))
         train(learner, config, stage, ChatFormat(tokenizer), tokenizer)
-        params = learner.state.params
-        hf.save(config.out, params, model, dtype="bfloat16")
+        hf.save(config.out, learner.state.params, model, dtype="bfloat16")
         tokenizer.save(Path(config.out) / "tokenizer.json")
         logging.info("stage %d: wrote %s", stage, config.out)
 

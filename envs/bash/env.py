@@ -1,9 +1,8 @@
 """The bash episode: one command in a fresh sandbox, graded by the files it left and what it printed."""
 
-from typing import Any
-
 from envs import shell
 from envs.bash.tasks import BashTask, make_task
+from envs.generated import GeneratedTasks
 from venusrl.core.env import Observation
 from venusrl.sandbox import ExecResult, Sandbox, SandboxPool, Template
 
@@ -112,28 +111,9 @@ async def _files_match(sandbox: Sandbox, task: BashTask) -> bool:
     return True
 
 
-class BashTasks:
+class BashTasks(GeneratedTasks):
     """The tasks of one split; see venusrl.core.env.TaskSet."""
 
-    def __init__(
-        self, pool: SandboxPool, split: str, num_tasks: int, seed: int = 0, max_turns: int = 2, command_s: float = 5.0
-    ):
-        self._pool = pool
-        self._split = split
-        self._num_tasks = num_tasks
-        self._seed = seed
-        self._max_turns = max_turns
-        self._command_s = command_s
-
-    def __len__(self) -> int:
-        return self._num_tasks
-
-    def task(self, index: int) -> BashTask:
-        return make_task(self._split, index, self._seed)
-
-    def make(self, index: int) -> BashEnv:
-        return BashEnv(self.task(index), self._pool, self._max_turns, self._command_s)
-
-    def describe(self, index: int) -> dict[str, Any]:
-        task = self.task(index)
-        return {"family": task.family, "prompt": task.prompt}
+    generate = staticmethod(make_task)
+    episode = BashEnv
+    described = ("family", "prompt")

@@ -1,8 +1,8 @@
 """Scripted demonstrations for the warm start: format and tool use are right, judgement is poor.
 
-Some demonstrations are careless: their fix is wrong four times in five, and a failed check is followed up only
-sometimes. The others run the check before they edit, and are mostly right. Which way is better, training has to find
-out. Observations are computed here, character for character what a sandbox answers (a test compares them).
+Careful demonstrations run the check before they edit, and are right. Careless ones edit at once, are wrong most of the
+time, and follow up a failed check only sometimes. Which way is better, training has to find out. Observations are
+computed here, character for character what a sandbox answers (a test compares them).
 """
 
 import dataclasses
@@ -16,20 +16,18 @@ from envs.repair.tasks import RepairTask, evaluate
 
 @dataclasses.dataclass(frozen=True)
 class Habits:
-    """How the scripted agent behaves. Where it is careful, it runs the check before it edits, and mostly gets it right.
+    """How the scripted agent behaves. Where it is careful, it runs the check before it edits, and its fix is right.
 
     Attributes:
       careful: probability of a careful demonstration.
-      careful_right: probability that a careful edit is the documented fix.
-      right: the same of a careless edit; else it is one of the other variants, evenly.
+      right: probability that a careless edit is the documented fix; else it is one of the other variants, evenly.
       check: probability of running the check after an edit.
       retry: probability of another edit after a failed check, instead of submitting.
       max_edits: edits at most.
     """
 
     careful: float = 0.2
-    careful_right: float = 0.95
-    right: float = 0.2
+    right: float = 0.15
     check: float = 0.5
     retry: float = 0.3
     max_edits: int = 3
@@ -68,7 +66,7 @@ def demonstrate(task: RepairTask, rng: np.random.Generator, habits: Habits = Hab
     careful = rng.random() < habits.careful
     if careful:
         turns.append((shell.block(CHECK_COMMAND), show_check(task, task.source)))
-    right = habits.careful_right if careful else habits.right
+    right = 1.0 if careful else habits.right
     current = task.wrong
     for _ in range(habits.max_edits):
         others = [i for i in range(len(task.candidates)) if i not in (current, task.right)]

@@ -1,9 +1,9 @@
 """The repair episode: read, edit, maybe check, submit; graded by a hidden test in a fresh sandbox."""
 
 import json
-from typing import Any
 
 from envs import shell
+from envs.generated import GeneratedTasks
 from envs.repair.tasks import RepairTask, make_task
 from venusrl.core.env import Observation
 from venusrl.sandbox import Sandbox, SandboxPool, Template
@@ -86,28 +86,9 @@ class RepairEnv:
             await self._sandbox.kill()
 
 
-class RepairTasks:
+class RepairTasks(GeneratedTasks):
     """The tasks of one split; see venusrl.core.env.TaskSet."""
 
-    def __init__(
-        self, pool: SandboxPool, split: str, num_tasks: int, seed: int = 0, max_turns: int = 12, command_s: float = 10.0
-    ):
-        self._pool = pool
-        self._split = split
-        self._num_tasks = num_tasks
-        self._seed = seed
-        self._max_turns = max_turns
-        self._command_s = command_s
-
-    def __len__(self) -> int:
-        return self._num_tasks
-
-    def task(self, index: int) -> RepairTask:
-        return make_task(self._split, index, self._seed)
-
-    def make(self, index: int) -> RepairEnv:
-        return RepairEnv(self.task(index), self._pool, self._max_turns, self._command_s)
-
-    def describe(self, index: int) -> dict[str, Any]:
-        task = self.task(index)
-        return {"family": task.family, "function": task.function, "path": task.path, "line": task.line}
+    generate = staticmethod(make_task)
+    episode = RepairEnv
+    described = ("family", "function", "path", "line")

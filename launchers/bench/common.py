@@ -7,6 +7,13 @@ import jax
 import jaxlib
 from absl import flags
 
+from venusrl.learner.learner import Learner, LearnerOptions
+from venusrl.learner.objectives import make_objective
+from venusrl.learner.sharding import make_mesh
+from venusrl.learner.state import make_optimizer
+from venusrl.learner.step import StepOptions
+from venusrl.models.config import ModelConfig
+
 REPEATS = flags.DEFINE_integer("repeats", 5, "Timed rounds; the median counts.", lower_bound=1)
 _DTYPE = flags.DEFINE_enum("dtype", "", ["", "float32", "bfloat16"], "Default: float32 on CPUs, else bfloat16.")
 
@@ -30,6 +37,14 @@ def dtype() -> str:
 def peak_flops(device: jax.Device) -> float | None:
     """Peak FLOP/s of one device in bfloat16; None where no data sheet is known (every CPU)."""
     return next((peak for name, peak in _PEAK_BF16.items() if device.device_kind.startswith(name)), None)
+
+
+def grpo_learner(config: ModelConfig, row_length: int, rows: int) -> Learner:
+    """A learner over all devices, without a state; a step takes `rows` at once."""
+    options = LearnerOptions(row_length=row_length, rows_per_part=rows)
+    return Learner(
+        config, make_objective("grpo", {}), make_optimizer(1e-4), make_mesh((1, -1, 1)), StepOptions(), options
+    )
 
 
 def describe() -> dict[str, Any]:

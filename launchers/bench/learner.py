@@ -15,11 +15,6 @@ from absl import app, flags
 
 from launchers.bench import common
 from venusrl.core.trajectory import Trajectory
-from venusrl.learner.learner import Learner, LearnerOptions
-from venusrl.learner.objectives import make_objective
-from venusrl.learner.sharding import make_mesh
-from venusrl.learner.state import make_optimizer
-from venusrl.learner.step import StepOptions
 from venusrl.models.config import model_config
 
 _ROWS = flags.DEFINE_integer("rows", 8, "Rows of a step.", lower_bound=1)
@@ -42,14 +37,7 @@ def full_row(rng: np.random.Generator, index: int, length: int, vocab: int) -> T
 def measure(name: str, dtype: str) -> float:
     """Tokens a second of one model."""
     config = model_config(name, dtype=dtype)
-    learner = Learner(
-        config,
-        make_objective("grpo", {}),
-        make_optimizer(1e-4),
-        make_mesh((1, -1, 1)),
-        StepOptions(),
-        LearnerOptions(row_length=_LENGTH.value, rows_per_part=_ROWS.value),
-    )
+    learner = common.grpo_learner(config, _LENGTH.value, _ROWS.value)
     learner.init(jax.random.key(0))
     rng = np.random.default_rng(0)
     rows = [full_row(rng, i, _LENGTH.value, config.vocab_size) for i in range(_ROWS.value)]

@@ -186,7 +186,7 @@ class Engine:
             entry, i = self._table.rows[row], places[row]
             where[i], token[i], position[i] = row, entry.tokens[-1], len(entry.tokens) - 1
             remaining[i], seed[i], temperature[i] = self._left[row], request.seed, request.temperature
-        read = _bucket(int(position.max()) + steps, self._reads)
+        read = _bucket(int(position.max()), self._reads)
         state = RowState(*(jnp.asarray(x) for x in (token, position, remaining, temperature, seed)))
         rows = None if size == slots else jnp.asarray(where)
         self._caches, out = self._programs.decode(steps, read, self._params, self._caches, rows, state)

@@ -7,7 +7,14 @@ import jax.numpy as jnp
 
 from venusrl.models.config import ModelConfig
 from venusrl.models.decoder import Decoder, head_matrix
-from venusrl.rollout.engine.cache import LayerCache, cached_attention
+from venusrl.rollout.engine.cache import (
+    LayerCache,
+    decode_attention,
+    new_chunk,
+    prefill_attention,
+    put_chunk,
+    take,
+)
 
 
 class RowState(NamedTuple):
@@ -69,7 +76,7 @@ def prefill(
     offset_T = jnp.arange(tokens_RT.shape[1])
     positions = start_R[:, None] + offset_T
     valid = offset_T < count_R[:, None]
-    attend = cached_attention(rows_R, positions, valid, read)
+    attend = prefill_attention(rows_R, positions, valid, read)
     _, caches = Decoder(config).apply({"params": params}, tokens_RT, positions, attend, caches)
     return caches
 
@@ -82,14 +89,12 @@ def decode(
     A row ends when it generates a stop token or has none remaining.
 
     Args:
-      read: static; cached positions that are looked at, at least position + steps of every row.
+      read: static; cached positions that are looked at, at least the position of every row.
       rows_R: row of the cache of each entry of `state`; one outside the cache for padding, with none remaining. None
-        where the state speaks of all rows in order; else the rows are copied out for the steps and back, which is
-        cheaper than steps over rows that are not decoding (their tools are at work).
+        where the state speaks of all rows in order.
     """
-    whole = caches
-    if rows_R is not None:
-        caches = [LayerCache(*(x.at[rows_R, :, :read].get(mode="clip") for x in layer)) for layer in whole]
+    old = [take(layer, rows_R, read) for layer in caches]
+    start_R = state.position
     rows = state.token.shape[0]
     empty = Decoded(
         jnp.zeros((steps, rows), jnp.int32), jnp.zeros((steps, rows), jnp.float32), jnp.zeros(rows, jnp.int32)
@@ -101,11 +106,12 @@ def decode(
         return (step < steps) & (state.remaining > 0).any()
 
     def body(carry):
-        step, caches, state, out = carry
+        step, chunks, state, out = carry
         active = state.remaining > 0
-        attend = cached_attention(None, state.position[:, None], active[:, None], read)
-        hidden, caches = Decoder(config).apply(
-            {"params": params}, state.token[:, None], state.position[:, None], attend, caches
+        attend = decode_attention(start_R, step)
+        layers = list(zip(old, chunks, strict=True))
+        hidden, chunks = Decoder(config).apply(
+            {"params": params}, state.token[:, None], state.position[:, None], attend, layers
         )
         logits = jnp.einsum("rd,dv->rv", hidden[:, 0], head_DV, preferred_element_type=jnp.float32)
         token, logprob = sample(logits, state)
@@ -117,17 +123,12 @@ def decode(
             position=jnp.where(active, state.position + 1, state.position),
             remaining=remaining,
         )
-        return step + 1, caches, state, out
+        return step + 1, chunks, state, out
 
-    _, caches, _, out = jax.lax.while_loop(going, body, (jnp.int32(0), caches, state, empty))
-    if rows_R is not None:
-        caches = [
-            LayerCache(
-                *(old.at[rows_R, :, :read].set(new, mode="drop") for old, new in zip(before, after, strict=True))
-            )
-            for before, after in zip(whole, caches, strict=True)
-        ]
-    return caches, out
+    chunks = [new_chunk(layer, steps) for layer in old]
+    _, chunks, _, out = jax.lax.while_loop(going, body, (jnp.int32(0), chunks, state, empty))
+    written = zip(caches, chunks, strict=True)
+    return [put_chunk(layer, rows_R, start_R, out.count_R, chunk) for layer, chunk in written], out
 
 
 class Programs:
