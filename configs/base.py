@@ -9,18 +9,19 @@ from ml_collections import config_dict
 def get_config(arg: str = "") -> config_dict.ConfigDict:
     del arg
     c = config_dict.ConfigDict()
-    c.seed = 0
+    c.seed = 0  # of the order of tasks, of sampling and of evaluation
     c.steps = 100  # optimizer updates
     c.max_minutes = 0.0  # stop after so many minutes of training, evaluation not counted; 0 is no limit
     c.group_size = 8  # trajectories of a prompt
     c.batch_groups = 8  # groups of an update
-    c.async_factor = 1.0  # bound on groups in the system, in batches; 1.0 is strictly on-policy
-    c.max_refills = 8  # lost trajectories that a group may replace
-    c.max_failed_groups = 32  # failed groups after which the run stops
+    # Bound on groups in the system, in batches; 1.0 is strictly on-policy. Above it, generation goes on in evaluations.
+    c.async_factor = 1.0
+    c.max_refills = 8  # lost trajectories that a group may replace; one more fails it
+    c.max_failed_groups = 32  # failed groups that a run may have; one more ends it
 
     c.model = config_dict.create(
         name="tiny",  # see venusrl/models/config.py
-        dtype="float32",  # float32 on CPUs, bfloat16 on accelerators
+        dtype="float32",  # of activations and matrix products: float32 on CPUs, bfloat16 on accelerators
         remat=False,  # recompute blocks in the backward pass
         source="hf",  # "hf": a folder with safetensors and tokenizer.json; "gguf": the model of an installed package
         checkpoint="",  # the folder (hf) or PACKAGE:FILE (gguf)
@@ -29,52 +30,56 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
         name="repair",  # see launchers/system.py
         train_tasks=4096,
         heldout_tasks=512,
-        seed=0,
-        max_turns=12,
-        command_s=10.0,  # deadline of one command
+        seed=0,  # of the tasks themselves
+        max_turns=12,  # replies of an episode
+        command_s=10.0,  # deadline of one command, in seconds
     )
-    c.sandbox = config_dict.create(max_sandboxes=160)
-    c.scheduler = config_dict.create(name="fcfs_action")
+    c.sandbox = config_dict.create(max_sandboxes=160)  # at once; above it, an episode waits for one to end
+    c.scheduler = config_dict.create(name="fcfs_action")  # see venusrl/scheduling
     c.rollout = config_dict.create(
-        temperature=1.0,
+        temperature=1.0,  # of training's sampling
         max_tokens=64,  # of a turn
         env_s=120.0,  # seconds that reset, a step or grade may take
-        slots=64,
+        slots=64,  # requests that the worker runs at once, and rows of KV
         max_length=512,  # of a trajectory, in tokens
         decode_steps=8,  # tokens a host turn
+        # Each of the next four is a set of shapes to compile; their products are few, and nothing else is compiled.
         decode_rows=(16,),  # batch sizes of decode below slots
-        prefill_rows=(4, 16),
-        prefill_tokens=(32, 128),
-        read_lengths=(256,),
+        prefill_rows=(4, 16),  # batch sizes of prefill
+        prefill_tokens=(32, 128),  # new tokens of a prefill; longer ones take several
+        read_lengths=(256,),  # cached positions that attention looks at, below max_length
         keep_kv=False,  # use KV of older weights after an update
     )
     c.learner = config_dict.create(
-        objective="grpo",
-        clip_low=0.2,
+        objective="grpo",  # see venusrl/learner/objectives
+        clip_low=0.2,  # the ratio to the proximal policy is clipped to [1 - clip_low, 1 + clip_high]
         clip_high=0.28,
-        tis_cap=2.0,
-        kl_coef=0.0,
-        entropy_coef=0.0,
-        learning_rate=1e-4,
-        warmup_steps=5,
-        decay_steps=0,  # steps of the cosine; 0 is a constant rate
-        final_fraction=0.1,
-        b1=0.9,
+        tis_cap=2.0,  # bound on the truncated importance weight of proximal against behaviour
+        kl_coef=0.0,  # of the KL to the policy of the start
+        entropy_coef=0.0,  # of the entropy bonus
+        learning_rate=1e-4,  # peak
+        warmup_steps=5,  # steps from 0 to the peak
+        decay_steps=0,  # step at which the cosine ends; 0 is a constant rate
+        final_fraction=0.1,  # of the peak, at the end of the cosine
+        b1=0.9,  # of AdamW
         b2=0.95,
         weight_decay=0.0,
-        clip_norm=1.0,
-        minibatches=1,
-        row_length=512,
-        rows_per_part=8,
-        logprob_chunk=512,
+        clip_norm=1.0,  # bound on the global gradient norm
+        minibatches=1,  # optimizer steps an update
+        row_length=512,  # tokens of a packed row; at least rollout.max_length
+        rows_per_part=8,  # rows of one compiled call; their gradients are added up
+        logprob_chunk=512,  # positions of which logits exist at a time
         mesh=(1, -1, 1),  # data, fsdp, tensor; -1 takes what is left
-        max_skipped=5,
+        max_skipped=5,  # non-finite steps in a row that are passed over; one more ends the run
         skip_zero_variance=False,  # leave groups whose rewards are all equal out of the update
     )
     c.eval = config_dict.create(
         every=0,  # updates between evaluations; 0 is only at the start and the end
-        tasks=100,
+        tasks=100,  # held-out tasks, from the first
         temperature=1.0,  # the policy that is trained is the one that is measured
     )
-    c.checkpoint = config_dict.create(every=10, keep=2)
+    c.checkpoint = config_dict.create(
+        every=10,  # updates between checkpoints; 0 is only at the end
+        keep=2,  # the newest ones
+    )
     return c

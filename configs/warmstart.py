@@ -28,7 +28,7 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
     c.row_length = 512
     c.rows_per_part = 8
     if arg == "smoke":
-        c.vocab_texts, c.demos_per_step, c.stages = 100, 8, ((1, 1e-3, 1.0), (1, 1e-3, 0.2))
+        c.vocab_texts, c.demos_per_step, c.warmup_steps, c.stages = 100, 8, 0, ((1, 1e-3, 1.0), (1, 1e-3, 0.2))
     elif arg:
         raise ValueError(f"configs/warmstart.py: argument {arg!r} is unknown; use 'smoke' or none")
     return c

@@ -17,8 +17,8 @@ from absl import app, flags, logging
 from envs.repair.baselines import BASELINES
 from envs.repair.env import RepairTasks
 from launchers import system
-from launchers.configuration import load_config
-from venusrl.core.errors import CheckpointError, ConfigError, VenusError
+from launchers.configuration import load_config, parse_flags
+from venusrl.core.errors import CheckpointError, ConfigError, TaskError, VenusError
 from venusrl.learner.checkpoint import Checkpointer
 from venusrl.observe.intervals import wilson
 from venusrl.rollout.evaluation import evaluate
@@ -50,8 +50,12 @@ async def _policy(config) -> tuple[Graded, int]:
     print(f"step {step} of {_WORKDIR.value}, temperature {config.eval.temperature}")
     async with system.open_rollout(config, model, state.params, step) as rollout:
         tasks = rollout.heldout_tasks
-        result = await evaluate(rollout.evaluation, tasks, _TASKS.value, config.rollout.slots)
+        result = await evaluate(
+            rollout.service, tasks, _TASKS.value, config.rollout.slots, config.eval.temperature, config.seed
+        )
         graded = [(tasks.describe(t.index).get("family", "all"), t.reward) for t in result.trajectories]
+        if not graded:
+            raise TaskError(f"no episode came to its end; the first: {result.lost[0]}")
         return graded, len(result.lost)
 
 
@@ -83,6 +87,7 @@ def main(argv) -> None:
     system.use_compile_cache()
     try:
         config = load_config(_WORKDIR.value)
+        system.check(config)
         if _TEMPERATURE.value is not None:
             config.eval.temperature = _TEMPERATURE.value
         graded, lost = asyncio.run(_baseline(config) if _BASELINE.value else _policy(config))
@@ -96,11 +101,10 @@ def main(argv) -> None:
         print(f"  {family:12s} {sum(rewards) / len(rewards):.3f} of {len(rewards)}")
     successes = sum(reward for _, reward in graded)
     low, high = wilson(successes, len(graded))
-    rate = successes / max(1, len(graded))
+    rate = successes / len(graded)
     print(f"held-out success {rate:.3f}, 95% interval [{low:.3f}, {high:.3f}], {len(graded)} tasks, {lost} lost")
     print(json.dumps({"heldout_success": rate, "low": low, "high": high, "tasks": len(graded), "lost": lost}))
 
 
 if __name__ == "__main__":
-    flags.FLAGS.set_default("verbosity", logging.WARNING)
-    app.run(main)
+    app.run(main, flags_parser=parse_flags)

@@ -13,6 +13,7 @@ import jax
 from ml_collections import config_dict
 
 from envs.bash.env import BashTasks
+from envs.generated import GeneratedTasks
 from envs.repair.env import RepairTasks
 from venusrl.coordinator.coordinator import Coordinator, CoordinatorOptions
 from venusrl.coordinator.prompts import PromptStream
@@ -35,6 +36,8 @@ from venusrl.rollout.engine.jax_worker import JaxWorker
 from venusrl.rollout.service import RolloutOptions, RolloutService
 from venusrl.sandbox import SandboxPool
 from venusrl.scheduling import make_policy
+
+ENVIRONMENTS: dict[str, type[GeneratedTasks]] = {"repair": RepairTasks, "bash": BashTasks}
 
 
 def use_compile_cache() -> None:
@@ -83,6 +86,39 @@ def load_model(config: config_dict.ConfigDict) -> Model:
     return Model(shape, tokenizer, chat, params)
 
 
+def engine_options(config: config_dict.ConfigDict) -> EngineOptions:
+    r = config.rollout
+    return EngineOptions(
+        slots=r.slots,
+        max_length=r.max_length,
+        decode_steps=r.decode_steps,
+        decode_rows=tuple(r.decode_rows),
+        prefill_rows=tuple(r.prefill_rows),
+        prefill_tokens=tuple(r.prefill_tokens),
+        read_lengths=tuple(r.read_lengths),
+        keep_kv=r.keep_kv,
+    )
+
+
+def rollout_options(config: config_dict.ConfigDict) -> RolloutOptions:
+    r = config.rollout
+    return RolloutOptions(r.temperature, r.max_tokens, r.env_s)
+
+
+def check(config: config_dict.ConfigDict) -> None:
+    """Refuses what can be refused before a model is read or a file is written.
+
+    Raises:
+      ConfigError: a name that nothing goes by, a value out of range.
+    """
+    task_set(config)
+    make_policy(config.scheduler.name)
+    make_coordinator(config)
+    engine_options(config)
+    rollout_options(config)
+    model_config(config.model.name, dtype=config.model.dtype)
+
+
 def make_learner(config: config_dict.ConfigDict, shape: ModelConfig) -> Learner:
     """The learner, without a state."""
     o = config.learner
@@ -109,7 +145,7 @@ def make_learner(config: config_dict.ConfigDict, shape: ModelConfig) -> Learner:
         make_objective(o.objective, options),
         optimizer,
         make_mesh(tuple(o.mesh)),
-        StepOptions(config.rollout.temperature or 1.0, o.logprob_chunk),
+        StepOptions(config.rollout.temperature, o.logprob_chunk),
         LearnerOptions(o.row_length, o.rows_per_part, o.minibatches, o.max_skipped, o.skip_zero_variance),
     )
 
@@ -120,78 +156,60 @@ def make_coordinator(config: config_dict.ConfigDict) -> Coordinator:
         batch_groups=config.batch_groups,
         async_factor=config.async_factor,
         max_refills=config.max_refills,
-        total_groups=config.steps * config.batch_groups,
+        updates=config.steps,
         seed=config.seed,
     )
     return Coordinator(PromptStream(config.env.train_tasks, config.seed), options)
 
 
-def make_tasks(config: config_dict.ConfigDict, pool: SandboxPool, split: str) -> TaskSet:
-    """The "train" or "heldout" tasks that `config.env` names.
+def task_set(config: config_dict.ConfigDict) -> type[GeneratedTasks]:
+    """The kind of tasks that `config.env.name` selects.
 
     Raises:
       ConfigError: no such environment.
     """
+    name = config.env.name
+    if name not in ENVIRONMENTS:
+        raise ConfigError(f"env.name={name!r} is unknown; one of {', '.join(ENVIRONMENTS)}")
+    return ENVIRONMENTS[name]
+
+
+def make_tasks(config: config_dict.ConfigDict, pool: SandboxPool, split: str) -> TaskSet:
+    """The "train" or "heldout" tasks that `config.env` describes."""
     e = config.env
-    kinds = {"repair": RepairTasks, "bash": BashTasks}
-    if e.name not in kinds:
-        raise ConfigError(f"env.name={e.name!r} is unknown; one of {', '.join(kinds)}")
     count = e.train_tasks if split == "train" else e.heldout_tasks
-    return kinds[e.name](pool, split, count, seed=e.seed, max_turns=e.max_turns, command_s=e.command_s)
+    return task_set(config)(pool, split, count, seed=e.seed, max_turns=e.max_turns, command_s=e.command_s)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """Everything that generates: sandboxes, tasks, workers and the services that drive them."""
+    """Everything that generates: sandboxes, tasks, a worker, and the service that drives trajectories over it."""
 
     pool: SandboxPool
     train_tasks: TaskSet
     heldout_tasks: TaskSet
     worker: JaxWorker
-    training: RolloutService
-    evaluation: RolloutService
+    service: RolloutService
 
 
 @contextlib.asynccontextmanager
 async def open_rollout(config: config_dict.ConfigDict, model: Model, params, version: int) -> AsyncIterator[Rollout]:
     """Starts sandboxes and a worker with `params` (the learner's; a copy is made); stops them on the way out."""
-    r = config.rollout
     engine = Engine(
         model.config,
         publish(params, model.config.dtype),
         version,
         model.chat.stop_tokens,
-        EngineOptions(
-            slots=r.slots,
-            max_length=r.max_length,
-            decode_steps=r.decode_steps,
-            decode_rows=tuple(r.decode_rows),
-            prefill_rows=tuple(r.prefill_rows),
-            prefill_tokens=tuple(r.prefill_tokens),
-            read_lengths=tuple(r.read_lengths),
-            keep_kv=r.keep_kv,
-        ),
+        engine_options(config),
     )
     worker = JaxWorker("jax-0", engine)
-    clock = WallClock()
-
-    def service(temperature: float) -> RolloutService:
-        options = RolloutOptions(temperature, r.max_tokens, r.env_s)
-        return RolloutService({worker.name: worker}, make_policy(config.scheduler.name), model.chat, clock, options)
-
+    policy = make_policy(config.scheduler.name)
     async with SandboxPool(max_sandboxes=config.sandbox.max_sandboxes) as pool:
         await worker.start()
-        training, evaluation = service(r.temperature), service(config.eval.temperature)
+        service = RolloutService({worker.name: worker}, policy, model.chat, WallClock(), rollout_options(config))
         try:
-            yield Rollout(
-                pool,
-                make_tasks(config, pool, "train"),
-                make_tasks(config, pool, "heldout"),
-                worker,
-                training,
-                evaluation,
-            )
+            train, heldout = (make_tasks(config, pool, split) for split in ("train", "heldout"))
+            yield Rollout(pool, train, heldout, worker, service)
         finally:
-            await training.close()
-            await evaluation.close()
+            await service.close()
             await worker.close()

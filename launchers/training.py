@@ -71,6 +71,7 @@ class TrainingRun:
     """One run in one folder; started again in the same folder, it goes on."""
 
     def __init__(self, config: config_dict.ConfigDict, workdir: str):
+        system.check(config)
         self.config = config
         self.workdir = Path(workdir)
         self.model = system.load_model(config)
@@ -106,11 +107,16 @@ class TrainingRun:
             params = self.learner.state.params
             async with system.open_rollout(self.config, self.model, params, self.step) as rollout:
                 self._rollout = rollout
-                if not self.heldout:
-                    await self._evaluate()
-                await self._train()
-                self._save(final=True)
-        self._close()
+                try:
+                    if not self.heldout:
+                        await self._evaluate()
+                    await self._train()
+                    if not self.stopping and self.step not in dict(self.heldout):
+                        await self._evaluate()
+                    self._save(final=True)
+                finally:
+                    self._close()
+        self.progress.console.print(summary_table(f"VenusRL on {jax.devices()[0].platform}", self.summary()))
 
     def stop(self) -> None:
         """Asks to save and leave; a second time is no different."""
@@ -122,14 +128,14 @@ class TrainingRun:
 
     async def _train(self) -> None:
         for group in self.coordinator.open_groups:
-            self._rollout.training.open_group(group)
+            self._rollout.service.open_group(group)
         for trajectory in self.coordinator.restart_unfinished():
             self._start(trajectory)
         self.clocks.on()
         mark = time.monotonic()
         while not self._finished() and not self.stopping:
             for group in self.coordinator.admit():
-                self._rollout.training.open_group(group)
+                self._rollout.service.open_group(group)
                 for trajectory in group.trajectories:
                     self._start(trajectory)
             batch = self.coordinator.take_batch()
@@ -142,15 +148,17 @@ class TrainingRun:
 
     async def _next_outcome(self) -> None:
         """Waits for a trajectory to end, or for somebody to ask to stop."""
-        outcome = await self._unless_stopped(self._rollout.training.outcomes.get())
+        outcome = await self._unless_stopped(self._rollout.service.outcomes.get())
         if outcome is None:
             return
+        if self._rollout.worker.failure is not None:  # the only one: nothing can be generated any more
+            raise self._rollout.worker.failure
         group = self.coordinator.group(outcome.trajectory.group_id)
         if group is None:
             return  # its group has failed meanwhile
         if outcome.lost is None:
             if self.coordinator.trajectory_done(outcome.trajectory) is not None:
-                self._rollout.training.close_group(group.id)
+                self._rollout.service.close_group(group.id)
             return
         fresh = self.coordinator.trajectory_lost(outcome.trajectory, outcome.lost)
         if fresh is not None:
@@ -160,8 +168,8 @@ class TrainingRun:
 
     def _group_failed(self, group: Group) -> None:
         for trajectory in group.trajectories:
-            self._rollout.training.cancel(trajectory.id)
-        self._rollout.training.close_group(group.id)
+            self._rollout.service.cancel(trajectory.id)
+        self._rollout.service.close_group(group.id)
         logging.warning("group %s (prompt %d) failed: %s", group.id, group.prompt_id, group.reasons[-1])
         failed = self.coordinator.counters.failed
         if failed > self.config.max_failed_groups:
@@ -189,22 +197,18 @@ class TrainingRun:
             self.coordinator.give_back(batch)
             return False
         version = batch.version + 1
-        await self._rollout.training.update_weights(
-            publish(self.learner.state.params, self.model.config.dtype), version
-        )
+        await self._rollout.service.update_weights(publish(self.learner.state.params, self.model.config.dtype), version)
         self.coordinator.published(version)
-        self.clocks.off()
-        self.clocks.on()
         self._record(batch, metrics, waited, time.monotonic() - mark)
         return True
 
     async def _after_update(self) -> None:
         c = self.config
-        if self._finished() or (c.eval.every and self.step % c.eval.every == 0):
+        if c.eval.every and self.step % c.eval.every == 0:
             self.clocks.off()
             await self._evaluate()
             self.clocks.on()
-        if self.step % c.checkpoint.every == 0:
+        if c.checkpoint.every and self.step % c.checkpoint.every == 0:
             self._save()
 
     def _finished(self) -> bool:
@@ -213,7 +217,7 @@ class TrainingRun:
 
     def _start(self, trajectory: Trajectory) -> None:
         group = self.coordinator.group(trajectory.group_id)
-        self._rollout.training.start(trajectory, self._rollout.train_tasks.make(group.prompt_id))
+        self._rollout.service.start(trajectory, self._rollout.train_tasks.make(group.prompt_id))
 
     # What it says of itself
 
@@ -250,10 +254,14 @@ class TrainingRun:
 
     async def _evaluate(self) -> None:
         e = self.config.eval
+        rollout, slots = self._rollout, self.config.rollout.slots
         result = await self._unless_stopped(
-            evaluate(self._rollout.evaluation, self._rollout.heldout_tasks, e.tasks, self.config.rollout.slots)
+            evaluate(rollout.service, rollout.heldout_tasks, e.tasks, slots, e.temperature, self.config.seed)
         )
         if result is None:
+            return
+        if result.rate is None:
+            logging.warning("no held-out episode came to its end; the first: %s", result.lost[0])
             return
         low, high = wilson(result.successes, len(result.trajectories))
         self.heldout.append((self.step, result.rate))
@@ -272,7 +280,7 @@ class TrainingRun:
 
     def _status(self) -> dict[str, str]:
         c, last = self.coordinator, self.last
-        service = self._rollout.training if self._rollout else None
+        service = self._rollout.service if self._rollout else None
         latest = self.heldout[-1] if self.heldout else None
         return {
             "step": f"{self.step} of {self.config.steps}, {self.clocks.minutes:.1f} min",
@@ -309,8 +317,11 @@ class TrainingRun:
         return step
 
     def _save(self, final: bool = False) -> None:
-        if self.step in self.checkpoints.steps and not final:
-            return
+        """Saves; a failure is counted, and the run goes on with the checkpoints it has. The last one may not fail.
+
+        Raises:
+          CheckpointError: the final save failed.
+        """
         extra: dict[str, Any] = {
             "seed": self.config.seed,
             "coordinator": self.coordinator.state_dict(),
@@ -318,23 +329,24 @@ class TrainingRun:
             "heldout": self.heldout,
         }
         try:
-            if self.step not in self.checkpoints.steps:
+            if self.step != self.checkpoints.latest:
                 self.checkpoints.save(self.step, self.learner.state, extra)
             if final:
                 self.checkpoints.wait()
         except CheckpointError as error:
             self.checkpoint_failures += 1
+            if final:
+                raise
             logging.warning("%s", error)
 
     def _close(self) -> None:
+        self.log.close()
+        reward_plot(read_jsonl(self.log.metrics_path), self.workdir / "reward.png", str(self.workdir))
         try:
             self.checkpoints.close()
         except CheckpointError as error:
             self.checkpoint_failures += 1
             logging.warning("%s", error)
-        self.log.close()
-        reward_plot(read_jsonl(self.log.metrics_path), self.workdir / "reward.png", str(self.workdir))
-        self.progress.console.print(summary_table(f"VenusRL on {jax.devices()[0].platform}", self.summary()))
 
     def summary(self) -> dict[str, str]:
         """What the run reached and where things are."""

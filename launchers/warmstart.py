@@ -73,7 +73,8 @@ def main(argv) -> None:
         tokenizer = Tokenizer.load(Path(config.out) / "tokenizer.json")
     else:
         rng = np.random.default_rng(config.seed)
-        texts = demonstration_texts([make_task("train", i) for i in range(config.vocab_texts)], rng, Habits())
+        habits = Habits(careful=0.5, **config.habits)
+        texts = demonstration_texts([make_task("train", i) for i in range(config.vocab_texts)], rng, habits)
         tokenizer = Tokenizer.train(texts, model.vocab_size)
     logging.info("tokenizer: %d tokens of %d", tokenizer.vocab_size, model.vocab_size)
     for stage in range(config.first_stage, len(config.stages)):

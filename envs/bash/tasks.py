@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from venusrl.core.errors import ConfigError
 from venusrl.sandbox.contract import WORKSPACE
 
 SPLITS = ("train", "heldout")
@@ -264,8 +265,10 @@ def make_task(split: str, index: int, seed: int = 0) -> BashTask:
     """Task `index` of a split; the same for the same arguments. Families take turns.
 
     Raises:
-      ValueError: no such split.
+      ConfigError: no such split.
     """
+    if split not in SPLITS:
+        raise ConfigError(f"split={split!r} is unknown; one of {', '.join(SPLITS)}")
     rng = np.random.default_rng([SPLITS.index(split), seed, index])
     family = list(FAMILIES)[index % len(FAMILIES)]
     case = FAMILIES[family](_Draw(split, rng))

@@ -15,6 +15,7 @@ PARAMETERS = (
     "minute left right first second start stop low high base offset gain loss share part whole length"
 ).split()
 TARIFFS = "FEE TAX TOLL RENT".split()  # module-level constants
+_CASES = 4  # hidden inputs; the visible check shows two at most
 SIDES = "left right low high".split()  # where a family mixes parameters up
 
 
@@ -29,7 +30,7 @@ class Draw:
       fragments: the four variants of the fragment.
       right: index of the right variant.
       pattern: a sed pattern that matches the fragment, whichever variant it is, first in its line.
-      inputs: argument tuples.
+      inputs: argument tuples, more than the two that the visible check shows.
       helper: source of what the function uses, or "".
     """
 
@@ -70,7 +71,7 @@ def arithmetic(rng, constants) -> Draw:
     if rng.random() < 0.5:
         params, b = [a], str(int(rng.choice(constants)))
     docs = (f"Add {b} to {a}.", f"Subtract {b} from {a}.", f"Multiply {a} by {b}.", f"Divide {a} by {b}.")
-    inputs = _numbers(rng, 5, len(params))
+    inputs = _numbers(rng, _CASES, len(params))
     return _draw(rng, docs, params, f"return {a} {{}} {b}", ("+", "-", "*", "//"), r"[-+*/]\+", inputs)
 
 
@@ -88,7 +89,7 @@ def off_by_one(rng, constants) -> Draw:
     del constants
     a = _names(rng, 1)[0] + "s"
     docs = tuple(f"The {what} of {a}." for what in ("first", "second", "last", "one before the last"))
-    inputs = tuple((list(_distinct(rng, 5)),) for _ in "ab")
+    inputs = tuple((list(_distinct(rng, 5)),) for _ in range(_CASES))
     return _draw(rng, docs, [a], f"return {a}[{{}}]", ("0", "1", "-1", "-2"), r"[-0-9]\+", inputs)
 
 
@@ -97,7 +98,7 @@ def reduction(rng, constants) -> Draw:
     del constants
     a = _names(rng, 1)[0] + "s"
     docs = tuple(f"The {what} of {a}." for what in ("smallest", "largest", "total", "number"))
-    inputs = tuple((list(_distinct(rng, int(rng.integers(3, 6)), 6, 60)),) for _ in "ab")
+    inputs = tuple((list(_distinct(rng, int(rng.integers(3, 6)), 6, 60)),) for _ in range(_CASES))
     return _draw(rng, docs, [a], f"return {{}}{a})", ("min(", "max(", "sum(", "len("), "[a-z]*(", inputs)
 
 
@@ -106,8 +107,8 @@ def letters(rng, constants) -> Draw:
     del constants
     a = _names(rng, 1)[0]
     docs = tuple(f"{a} {how}." for how in ("in capitals", "in small letters", "with capital words", "without ends"))
-    words = _names(rng, 4)
-    inputs = ((f" {words[0]} {words[1].upper()} ",), (f" {words[2].upper()} {words[3]}",))
+    pairs = [_names(rng, 2) for _ in range(_CASES)]
+    inputs = tuple((f" {x} {y.upper()} ",) if i % 2 else (f" {x.upper()} {y}",) for i, (x, y) in enumerate(pairs))
     fragments = ("upper(", "lower(", "title(", "strip(")
     return _draw(rng, docs, [a], f"return {a}.{{}})", fragments, "[a-z]*(", inputs)
 
@@ -126,7 +127,7 @@ def variable(rng, constants) -> Draw:
     """The wrong variable of four."""
     c = int(rng.choice(constants))
     docs = tuple(f"Multiply {name} by {c}." for name in SIDES)
-    inputs = tuple(_distinct(rng, 4) for _ in "ab")
+    inputs = tuple(_distinct(rng, 4) for _ in range(_CASES))
     return _draw(rng, docs, _names(rng, 4, SIDES), f"return {c} * {{}}", SIDES, "[a-z]*$", inputs)
 
 
@@ -140,7 +141,7 @@ def constant(rng, constants) -> Draw:
     """The wrong constant in the body."""
     a = _names(rng, 1)[0]
     docs = tuple(f"Add the {name} to {a}." for name in TARIFFS)
-    inputs, helper = _numbers(rng, 2, 1), _tariffs(rng, constants)
+    inputs, helper = _numbers(rng, _CASES, 1), _tariffs(rng, constants)
     return _draw(rng, docs, [a], f"return {a} + {{}}", TARIFFS, r"[A-Z]\+", inputs, helper)
 
 
@@ -148,7 +149,7 @@ def default(rng, constants) -> Draw:
     """The wrong default in the head."""
     a, b = _names(rng, 2)
     docs = tuple(f"Default of {b} is the {name}." for name in TARIFFS)
-    inputs, helper = _numbers(rng, 2, 1), _tariffs(rng, constants)
+    inputs, helper = _numbers(rng, _CASES, 1), _tariffs(rng, constants)
     return _draw(rng, docs, [a, f"{b}={{}}"], f"return {a} * {b}", TARIFFS, r"[A-Z]\+", inputs, helper)
 
 
@@ -158,7 +159,7 @@ def arguments(rng, constants) -> Draw:
     pairs = [(a, b), (b, a), (a, a), (b, b)]
     docs = tuple(f"Join {x} with {y}." for x, y in pairs)
     helper = f"def join(x, y):\n    return {int(rng.choice(constants))} * x + y\n"
-    inputs = tuple(_distinct(rng, 2) for _ in "ab")
+    inputs = tuple(_distinct(rng, 2) for _ in range(_CASES))
     return _draw(rng, docs, [a, b], "return join{}", [f"({x}, {y})" for x, y in pairs], "(.*)", inputs, helper)
 
 

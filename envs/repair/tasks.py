@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from envs.repair.families import FAMILIES, Draw
+from venusrl.core.errors import ConfigError
 
 VERBS = "get make find read take form pick plan mark note give show tell rank sort tune trim draw keep hold".split()
 NOUNS = "cart bill shop room seat ship road park farm tree bird boat coin card game team song film book page".split()
@@ -49,8 +50,8 @@ class RepairTask:
       right, wrong: indices into `candidates`.
       pattern: a sed pattern whose first match in that line is the fragment, whichever variant stands there.
       layout: (documentation, header, place of the extra function, blank lines at the end) styles.
-      visible: argument tuples of the check that the agent may run; the bug fails at least one.
-      hidden: argument tuples of the hidden test.
+      visible: argument tuples of the check that the agent may run, one or two; the bug fails at least one.
+      hidden: argument tuples of the hidden test: those and others.
       expected: results that the right variant gives for `hidden`.
     """
 
@@ -127,7 +128,13 @@ def _source(name: str, draw: Draw, variant: int, layout: tuple[int, ...], extra:
 
 
 def make_task(split: str, index: int, seed: int = 0) -> RepairTask:
-    """Task `index` of a split; the same for the same arguments."""
+    """Task `index` of a split; the same for the same arguments.
+
+    Raises:
+      ConfigError: no such split.
+    """
+    if split not in SPLITS:
+        raise ConfigError(f"split={split!r} is unknown; one of {', '.join(SPLITS)}")
     rng = np.random.default_rng((seed, SPLITS.index(split), index))
     names = _split([f"{v}_{n}" for v in VERBS for n in NOUNS], split, 1)
     files = _split(_FILES, split, 2)

@@ -1,6 +1,8 @@
 """What the benchmarks share: their flags, and what they ran on."""
 
 import platform
+import statistics
+import time
 from typing import Any
 
 import jax
@@ -37,6 +39,19 @@ def dtype() -> str:
 def peak_flops(device: jax.Device) -> float | None:
     """Peak FLOP/s of one device in bfloat16; None where no data sheet is known (every CPU)."""
     return next((peak for name, peak in _PEAK_BF16.items() if device.device_kind.startswith(name)), None)
+
+
+def matmul_flops(dtype: str, size: int = 1024) -> float:
+    """FLOP/s of a plain matrix product here and now: what the figures of the same run are held against."""
+    multiply = jax.jit(lambda a, b: a @ b)
+    a = jax.random.normal(jax.random.key(0), (size, size), dtype)
+    multiply(a, a).block_until_ready()
+    times = []
+    for _ in range(20):
+        started = time.perf_counter()
+        multiply(a, a).block_until_ready()
+        times.append(time.perf_counter() - started)
+    return 2 * size**3 / statistics.median(times)
 
 
 def grpo_learner(config: ModelConfig, row_length: int, rows: int) -> Learner:

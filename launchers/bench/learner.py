@@ -2,7 +2,8 @@
 
     python -m launchers.bench.learner
 
-The last line is one JSON object: tokens_per_s by model size, mfu where the peak of the device is known.
+The last line is one JSON object, each figure by model size: tokens_per_s; of_matmul, its FLOP/s as a share of those of
+a plain matrix product in the same run; mfu, of the device's peak where that is known.
 """
 
 import json
@@ -54,15 +55,20 @@ def measure(name: str, dtype: str) -> float:
 def run() -> dict:
     """The figures, printed as they come."""
     dtype = common.dtype()
-    speeds, mfu = {}, {}
-    peak = common.peak_flops(jax.devices()[0])
+    speeds, of_matmul, mfu = {}, {}, {}
+    peak, matmul = common.peak_flops(jax.devices()[0]), common.matmul_flops(dtype)
     for size, name in SIZES.items():
         speeds[size] = measure(name, dtype)
-        print(f"{size}: {speeds[size]:.0f} tokens/s ({_ROWS.value} rows of {_LENGTH.value}, {dtype})", flush=True)
+        flops = speeds[size] * model_config(name).train_flops_per_token(_LENGTH.value) / jax.device_count()
+        of_matmul[size] = flops / matmul
+        print(
+            f"{size}: {speeds[size]:.0f} tokens/s, {of_matmul[size]:.2f} of a matrix product "
+            f"({_ROWS.value} rows of {_LENGTH.value}, {dtype})",
+            flush=True,
+        )
         if peak:
-            flops = model_config(name).train_flops_per_token(_LENGTH.value)
-            mfu[size] = speeds[size] * flops / (peak * jax.device_count())
-    return {"tokens_per_s": speeds, "mfu": mfu, "dtype": dtype, **common.describe()}
+            mfu[size] = flops / peak
+    return {"tokens_per_s": speeds, "of_matmul": of_matmul, "mfu": mfu, "dtype": dtype, **common.describe()}
 
 
 def main(argv) -> None:

@@ -302,7 +302,7 @@ def test_only_done_trajectories_are_reported_as_done():
 
 
 def test_failed_groups_are_made_up_for():
-    coordinator = make(total_groups=6, max_refills=0)
+    coordinator = make(updates=3, max_refills=0)
     failed = coordinator.admit()[0]
     coordinator.trajectory_lost(failed.trajectories[0], "x")
     batches = run(coordinator, random.Random(0), 3)
@@ -312,14 +312,27 @@ def test_failed_groups_are_made_up_for():
     assert failed not in [g for b in batches for g in b.groups]
 
 
-def test_total_groups_is_the_end():
-    coordinator = make(total_groups=3, async_factor=2.0)
-    assert len(coordinator.admit()) == 3
+def test_updates_are_the_end():
+    coordinator = make(updates=1, async_factor=2.0)
+    assert len(coordinator.admit()) == 2
     for group in coordinator.open_groups:
         finish_group(coordinator, group)
     coordinator.take_batch()
+    assert coordinator.admit() == []
     coordinator.published(1)
     assert coordinator.admit() == []
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_going_on_with_another_batch_size_reaches_the_end(groups):
+    """A bound on groups in all would be used up early by smaller batches, and the run would wait for ever."""
+    before = make(updates=6)
+    run(before, random.Random(0), 3)
+    after = make(updates=6, batch_groups=groups)
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    after.restart_unfinished()
+    run(after, random.Random(1), 3)
+    assert after.version == 6 and after.admit() == []
 
 
 def test_groups_of_one_reward_are_taken():
@@ -370,15 +383,15 @@ def prompts(batches) -> Counter:
 def test_kill_and_resume_trains_the_same_prompts(factor, seed):
     """OpenRLHF#1322, vime#324, NeMo-RL PR#3599: the saved cursor was ahead of the buffer; open prompts were skipped."""
     steps, rng = 12, random.Random(seed)
-    whole = make(async_factor=factor, total_groups=2 * steps)
+    whole = make(async_factor=factor, updates=steps)
     expected = prompts(run(whole, random.Random(99), steps))
 
-    coordinator = make(async_factor=factor, total_groups=2 * steps)
+    coordinator = make(async_factor=factor, updates=steps)
     trained = run(coordinator, rng, rng.randrange(1, steps - 1))
     saved, kept = json.loads(json.dumps(coordinator.state_dict())), list(trained)
     run(coordinator, rng, len(kept) + 1, trained=trained)  # progress after the save, which the kill takes back
 
-    coordinator = make(async_factor=factor, total_groups=2 * steps)
+    coordinator = make(async_factor=factor, updates=steps)
     coordinator.load_state_dict(saved)
     coordinator.restart_unfinished()
     assert prompts(run(coordinator, rng, steps, trained=kept)) == expected

@@ -23,8 +23,7 @@ class Life(RuleBasedStateMachine):
         seed=st.integers(0, 3),
     )
     def begin(self, factor, size, groups, refills, batches, seed):
-        total = None if batches is None else batches * groups
-        self.options = CoordinatorOptions(size, groups, factor, refills, total, seed)
+        self.options = CoordinatorOptions(size, groups, factor, refills, batches, seed)
         self.coordinator = self.make()
         self.batch = None
         self.ended: dict[str, str] = {}  # group -> "trained" or "failed"
@@ -132,8 +131,8 @@ class Life(RuleBasedStateMachine):
         )
         ends = list(self.ended.values())
         assert (k.consumed - in_training, k.failed) == (ends.count("trained"), ends.count("failed"))
-        if self.options.total_groups is not None:
-            assert k.submitted - k.failed <= self.options.total_groups
+        if self.options.updates is not None:
+            assert k.submitted - k.failed <= self.options.updates * self.options.batch_groups
         here = {g.id for g in [*c.open_groups, *c.ready_groups]} | {g.id for g in (self.batch or NONE).groups}
         assert here | set(self.ended) == set(self.prompts) and not here & set(self.ended)
 
@@ -152,8 +151,8 @@ class Life(RuleBasedStateMachine):
         if self.batch is not None:
             c.give_back(self.batch)
         target = c.counters.consumed + 2 * self.options.batch_groups
-        if self.options.total_groups is not None:
-            target = self.options.total_groups
+        if self.options.updates is not None:
+            target = self.options.updates * self.options.batch_groups
         while c.counters.consumed < target:
             c.admit()
             batch = c.take_batch()

@@ -138,7 +138,7 @@ def test_the_coordinator_gets_its_options():
     config = quickstart.get_config("smoke")
     config.async_factor, config.seed = 1.5, 3
     options = system.make_coordinator(config).options
-    assert (options.group_size, options.batch_groups, options.total_groups) == (4, 2, 4)
+    assert (options.group_size, options.batch_groups, options.updates) == (4, 2, 2)
     assert (options.async_factor, options.seed, options.max_refills) == (1.5, 3, config.max_refills)
 
 

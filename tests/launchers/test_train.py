@@ -133,6 +133,16 @@ def test_sigint_saves_and_leaves(checkpoint, tmp_path):
     assert f"{done} of 1000" in output
 
 
+def test_the_time_limit_ends_with_an_evaluation(checkpoint, tmp_path):
+    """Also where it passes while trajectories are waited for; without checkpoints but the last."""
+    code, output = programs.run(tmp_path, checkpoint, steps=1000, max_minutes=0.02, checkpoint__every=0)
+    assert code == 0, output
+    evaluated = [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl") if "heldout_success" in row]
+    last = max(programs.steps(tmp_path), default=0)
+    assert evaluated == sorted({0, last})
+    assert (tmp_path / "checkpoints" / str(last)).is_dir()
+
+
 @pytest.mark.slow
 def test_sigterm_during_the_first_evaluation_then_on(checkpoint, tmp_path, finished):
     process = programs.start(tmp_path, checkpoint, eval__tasks=400)
@@ -207,6 +217,8 @@ def mistakes(checkpoint, finished, tmp_path_factory):
         "cut": programs.start(folder / "c", cut),
         "unknown field": programs.start(folder / "d", checkpoint, learner__learning_rat=1),
         "other seed": programs.start(folder / "other-seed", checkpoint, seed=5),
+        "unknown tasks": programs.start(folder / "e", checkpoint, env__name="chess"),
+        "bad value": programs.start(folder / "f", checkpoint, rollout__temperature=-0.5),
     }
     return {name: (*p.communicate(timeout=120), p.returncode)[::2] for name, p in started.items()}
 
@@ -219,6 +231,8 @@ def mistakes(checkpoint, finished, tmp_path_factory):
         ("cut", ["CheckpointError", "model.safetensors"]),
         ("unknown field", ["learning_rat", 'Did you mean "learning_rate"']),
         ("other seed", ["config.seed=5", "started with 0", "--workdir"]),
+        ("unknown tasks", ["env.name='chess'", "repair, bash"]),
+        ("bad value", ["rollout.temperature=-0.5"]),
     ],
 )
 def test_a_mistake_is_one_line(mistakes, mistake, words):

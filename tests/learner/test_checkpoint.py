@@ -129,6 +129,23 @@ def test_damaged_newest_falls_back_with_a_warning(two, caplog, damage):
     checkpointer.close()
 
 
+def test_saving_goes_on_after_a_damaged_newest(two):
+    """orbax refuses steps below its latest without a word; a run that fell back to 1 would save nothing up to 2."""
+    garble(two / "2" / "state")
+    checkpointer = Checkpointer(two, keep=2)
+    assert checkpointer.restore(abstract(state_of(0)))[0] == checkpointer.latest == 1
+    checkpointer.save(2, state_of(20), {"version": 2})
+    checkpointer.save(3, state_of(30), {"version": 3})
+    checkpointer.wait()
+    assert (checkpointer.steps, checkpointer.latest) == ([2, 3], 3)
+    checkpointer.close()
+    assert (two.parent / f"{two.name}-damaged-2" / "state").is_dir()  # nothing of the user's is deleted
+    shutil.rmtree(two / "3")
+    step, state, _ = Checkpointer(two).restore(abstract(state_of(0)))
+    assert step == 2
+    chex.assert_trees_all_equal(host(state), host(state_of(20)))
+
+
 def test_all_damaged_is_an_error_not_a_fresh_start(two):
     for step in ("1", "2"):
         garble(two / step / "state")

@@ -101,3 +101,12 @@ def test_chatml_template_is_accepted(chat):
 def test_another_template_is_refused(chat, template):
     with pytest.raises(ConfigError, match="not ChatML"):
         chat.check_template(template)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ messages.__class__.__mro__ }}", "{{ cycler.__init__.__globals__ }}", "{% for %}", "{{ 1 / 0 }}"]
+)
+def test_a_template_is_code_of_a_stranger(chat, template):
+    """CVE-2024-34359 (llama-cpp-python): the chat template of a GGUF ran without a sandbox."""
+    with pytest.raises(ConfigError, match="chat template"):
+        chat.check_template(template)

@@ -5,8 +5,8 @@ import pytest
 from venusrl.core.errors import SandboxLost
 from venusrl.rollout.evaluation import Evaluation, evaluate
 
+from .bench import SCRIPT, Bench
 from .scripted import ScriptedEnv, ScriptedWorker
-from .test_service import SCRIPT, Bench
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -41,9 +41,13 @@ class Tasks:
         return ScriptedEnv(turns=1 + index % 3, reward=float(index % 2), act=act)
 
 
+async def run(service, tasks, count, concurrency, seed=0):
+    return await evaluate(service, tasks, count, concurrency, temperature=1.0, seed=seed)
+
+
 async def test_every_task_once():
     bench, tasks = Bench(), Tasks(9)
-    result = await evaluate(bench.service, tasks, 7, concurrency=3)
+    result = await run(bench.service, tasks, 7, concurrency=3)
     assert sorted(tasks.made) == list(range(7))
     assert [t.index for t in result.trajectories] == list(range(7))
     assert (result.successes, result.rate, result.lost) == (3.0, 3 / 7, ())
@@ -52,47 +56,48 @@ async def test_every_task_once():
 
 
 async def test_no_more_tasks_than_there_are():
-    assert len((await evaluate(Bench().service, Tasks(3), 100, concurrency=8)).trajectories) == 3
+    assert len((await run(Bench().service, Tasks(3), 100, concurrency=8)).trajectories) == 3
 
 
 async def test_the_same_weights_give_the_same_result_whatever_the_order():
     results = []
     for concurrency, slots in ((1, 1), (8, 3), (8, 8)):
         bench = Bench(ScriptedWorker(SCRIPT, slots=slots))
-        results.append(await evaluate(bench.service, Tasks(8), 8, concurrency, seed=3))
+        results.append(await run(bench.service, Tasks(8), 8, concurrency, seed=3))
     texts = [[t.tokens for t in r.trajectories] for r in results]
     assert texts[0] == texts[1] == texts[2]
     assert len({t.seed for t in results[0].trajectories}) == 8
-    other = await evaluate(Bench().service, Tasks(8), 8, 8, seed=4)
+    other = await run(Bench().service, Tasks(8), 8, 8, seed=4)
     assert [t.tokens for t in other.trajectories] != texts[0]
 
 
 async def test_a_service_can_be_used_again():
     """ROLL#215, #253: runs with an evaluation every few steps got stuck."""
     bench = Bench()
-    first = await evaluate(bench.service, Tasks(5), 5, concurrency=2)
+    first = await run(bench.service, Tasks(5), 5, concurrency=2)
     for _ in range(4):
-        again = await evaluate(bench.service, Tasks(5), 5, concurrency=2)
+        again = await run(bench.service, Tasks(5), 5, concurrency=2)
         assert [t.tokens for t in again.trajectories] == [t.tokens for t in first.trajectories]
 
 
 async def test_lost_episodes_are_tried_again():
     bench, tasks = Bench(), Tasks(6, fails={1: 1, 4: 2})
-    result = await evaluate(bench.service, tasks, 6, concurrency=2, attempts=3)
+    result = await run(bench.service, tasks, 6, concurrency=2)
     assert result.lost == () and len(result.trajectories) == 6
     assert (tasks.made.count(1), tasks.made.count(4)) == (2, 3)
-    undisturbed = await evaluate(Bench().service, Tasks(6), 6, concurrency=2)
+    undisturbed = await run(Bench().service, Tasks(6), 6, concurrency=2)
     assert [t.tokens for t in result.trajectories] == [t.tokens for t in undisturbed.trajectories]
 
 
 async def test_what_stays_lost_is_named_and_is_no_failure_of_the_policy():
     bench, tasks = Bench(), Tasks(4, fails={1: 99})
-    result = await evaluate(bench.service, tasks, 4, concurrency=4, attempts=3)
+    result = await run(bench.service, tasks, 4, concurrency=4)
     assert tasks.made.count(1) == 3
     assert [t.index for t in result.trajectories] == [0, 2, 3]
     assert result.rate == 1 / 3
     assert len(result.lost) == 1 and result.lost[0].startswith("task 1: SandboxLost: sandbox sb-1")
 
 
-def test_the_rate_of_nothing_is_zero():
-    assert Evaluation((), ()).rate == 0.0
+def test_nothing_has_no_rate():
+    """Infrastructure that fails is not a policy that fails."""
+    assert Evaluation((), ("task 0: SandboxLost",)).rate is None

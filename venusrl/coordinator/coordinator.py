@@ -14,12 +14,10 @@ import dataclasses
 import math
 from typing import Any
 
-import numpy as np
-
 from venusrl.coordinator.prompts import PromptStream
 from venusrl.core.errors import ConfigError, ContractError
 from venusrl.core.group import Batch, Group
-from venusrl.core.trajectory import Status, Trajectory
+from venusrl.core.trajectory import Status, Trajectory, sampling_seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +27,7 @@ class CoordinatorOptions:
     batch_groups: B, groups of an optimizer step.
     async_factor: bound on groups in the system, in batches; 1.0 is strictly on-policy.
     max_refills: lost trajectories that a group may replace before it fails.
-    total_groups: prompts to submit in all; None is without end. Groups that fail are made up for.
+    updates: batches to make in all; None is without end. Groups that fail are made up for.
     seed: of the trajectories' sampling.
     """
 
@@ -37,7 +35,7 @@ class CoordinatorOptions:
     batch_groups: int = 8
     async_factor: float = 1.0
     max_refills: int = 8
-    total_groups: int | None = None
+    updates: int | None = None
     seed: int = 0
 
     def __post_init__(self):
@@ -58,7 +56,7 @@ class CoordinatorOptions:
 
 @dataclasses.dataclass
 class Counters:
-    """Groups, counted over the whole run; failed ones with their reasons."""
+    """Groups and refilled trajectories, counted over the whole run."""
 
     submitted: int = 0
     consumed: int = 0
@@ -227,10 +225,10 @@ class Coordinator:
 
     def _may_open(self) -> bool:
         in_system = len(self._open) + len(self._ready) + self._in_training
-        total = self.options.total_groups
-        if total is not None and self.counters.submitted - self.counters.failed >= total:
+        o = self.options
+        if o.updates is not None and in_system >= (o.updates - self.version) * o.batch_groups:
             return False
-        return in_system + 1 <= self.options.async_factor * self.options.batch_groups
+        return in_system + 1 <= o.async_factor * o.batch_groups
 
     def _must_wait(self) -> bool:
         """Whether a batch now would leave more open groups due within k versions than the k batches after it can take.
@@ -246,9 +244,7 @@ class Coordinator:
 
     def _trajectory(self, group: Group, index: int, refill: int = 0) -> Trajectory:
         name = f"{group.id}/{index}" + (f"r{refill}" if refill else "")
-        number = int(group.id[1:])
-        words = np.random.SeedSequence((self.options.seed, number, index, refill)).generate_state(1)
-        seed = int(words[0]) >> 1  # fits int32
+        seed = sampling_seed(self.options.seed, int(group.id[1:]), index, refill)
         return Trajectory(id=name, group_id=group.id, index=index, seed=seed)
 
     def _group_of(self, trajectory: Trajectory) -> Group:

@@ -10,9 +10,16 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from venusrl.core.errors import ContractError
 
 NO_VERSION = -1  # version of tokens that no policy generated
+
+
+def sampling_seed(*words: int) -> int:
+    """A trajectory's seed from what it is: the same words give the same seed, 0 <= seed < 2^31 (it is an int32)."""
+    return int(np.random.SeedSequence(words).generate_state(1)[0]) >> 1
 
 
 class Status(enum.StrEnum):

@@ -14,6 +14,9 @@ from venusrl.learner.state import TrainState
 class Checkpointer:
     """Steps under one folder; a step appears only when it is whole.
 
+    Attributes:
+      latest: the step that was restored or saved last; None before either, or where saving it failed.
+
     Saving runs in the background. What goes wrong there is raised by the next `save`, by `wait` or by `close`, as
     CheckpointError; earlier checkpoints stay.
     """
@@ -22,6 +25,7 @@ class Checkpointer:
         self._folder = Path(folder).resolve()
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True)
         self._manager = ocp.CheckpointManager(self._folder, options=options)
+        self.latest: int | None = None
 
     @property
     def steps(self) -> list[int]:
@@ -36,7 +40,10 @@ class Checkpointer:
         """
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), extra=ocp.args.JsonSave(dict(extra)))
         try:
-            self._manager.save(step, args=args)
+            self._set_aside([newer for newer in self.steps if newer >= step])
+            if not self._manager.save(step, args=args):
+                raise RuntimeError(f"step {step} was refused")
+            self.latest = step
         except (OSError, ValueError, RuntimeError) as error:
             raise self._failed(error) from error
 
@@ -80,6 +87,7 @@ class Checkpointer:
                 failures.append(f"step {step}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
                 logging.warning("checkpoint %s/%d cannot be read (%s); trying an older one", self._folder, step, error)
                 continue
+            self.latest = step
             return step, restored["state"], restored["extra"]
         if failures:
             raise CheckpointError(
@@ -88,5 +96,14 @@ class Checkpointer:
             )
         return None
 
+    def _set_aside(self, steps: list[int]) -> None:
+        """Renames checkpoints that training did not go on from: they could not be read, and would block new ones."""
+        for step in steps:
+            (self._folder / str(step)).rename(self._folder.parent / f"{self._folder.name}-damaged-{step}")
+            logging.warning("checkpoint %s/%d is kept as %s-damaged-%d", self._folder, step, self._folder, step)
+        if steps:
+            self._manager.reload()
+
     def _failed(self, error: Exception) -> CheckpointError:
+        self.latest = None
         return CheckpointError(f"saving to {self._folder} failed ({error}); earlier checkpoints are kept: {self.steps}")

@@ -20,6 +20,7 @@ from venusrl.learner.state import TrainState, new_state
 from venusrl.learner.step import StepOptions, TrainStep
 from venusrl.models.config import ModelConfig
 from venusrl.models.decoder import init_params
+from venusrl.observe.metric import Metric
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +28,9 @@ class LearnerOptions:
     """Attributes:
     row_length: tokens of a packed row; no trajectory may be longer.
     rows_per_part: rows of one compiled call; parts are accumulated. Divisible by the mesh's data x fsdp.
-    minibatches: optimizer steps an update; more than 1 costs a forward pass for the proximal logprobs.
-    max_skipped: consecutive non-finite steps after which training stops.
+    minibatches: optimizer steps an update, over rows in random order; more than 1 costs a forward pass for the
+      proximal logprobs.
+    max_skipped: consecutive non-finite steps that are passed over; one more stops training.
     skip_zero_variance: leave out groups whose rewards are all equal (the filter of DAPO, arXiv 2503.14476, without its
       resampling): their advantages are 0, so only their compute and their share of the denominator are saved. A batch
       of nothing else is trained on whole.
@@ -39,6 +41,11 @@ class LearnerOptions:
     minibatches: int = 1
     max_skipped: int = 5
     skip_zero_variance: bool = False
+
+    def __post_init__(self):
+        for name, least in (("row_length", 2), ("rows_per_part", 1), ("minibatches", 1), ("max_skipped", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"learner.{name}={getattr(self, name)} is too small; give {least} or more")
 
 
 class Learner:
@@ -56,12 +63,11 @@ class Learner:
         split = mesh.shape["data"] * mesh.shape["fsdp"]
         if options.rows_per_part % split:
             raise ConfigError(f"learner.rows_per_part={options.rows_per_part} is not a multiple of data x fsdp={split}")
-        step_options = dataclasses.replace(step_options, recompute_proximal=options.minibatches > 1)
         self.config = config
         self.options = options
         self._optimizer = optimizer
         self._objective = objective
-        self._step = TrainStep(config, objective, optimizer, mesh, step_options)
+        self._step = TrainStep(config, objective, optimizer, mesh, step_options, options.minibatches > 1)
         self._reference: dict | None = None
         self.state: TrainState | None = None
 
@@ -91,7 +97,7 @@ class Learner:
             if given.get(name) != needed.get(name):
                 raise ConfigError(
                     f"parameter {name}: the checkpoint has shape {given.get(name)}, the model {needed.get(name)}; "
-                    "model.name or model.overrides do not belong to this checkpoint"
+                    "model.name does not belong to this checkpoint"
                 )
         placed = jax.device_put(params, self.shardings.params, may_alias=False)
         self._set(jax.jit(lambda p: new_state(p, self._optimizer), out_shardings=self.shardings)(placed))
@@ -149,22 +155,38 @@ class Learner:
         advantages: Sequence[float],
         stop: Callable[[], bool] = lambda: False,
     ) -> dict[str, float] | None:
-        """Optimizer steps over given trajectories; see `update`."""
-        packing = pack(trajectories, advantages, self.options.row_length)
-        rows = packing.rows
+        """Optimizer steps over given trajectories; see `update`.
+
+        Raises:
+          ConfigError: a trajectory is longer than `row_length`.
+          NonFiniteError: see `update`.
+        """
+        rows = pack(trajectories, advantages, self.options.row_length).rows
         if self.options.minibatches > 1:
             rows = rows.replace(proximal=self.score_rows(rows))
+            order = np.random.default_rng(int(self.state.step)).permutation(len(rows))  # packing sorts them by length
+            rows = jax.tree.map(lambda x: x[order], rows)
         per_step = -(-len(rows) // self.options.minibatches)
-        metrics: dict[str, float] = {}
+        losses, norms, metrics = [], [], {}
         for begin in range(0, len(rows), per_step):
             give_up = stop if begin == 0 else (lambda: False)
-            metrics = self._optimizer_step(rows.take(begin, min(begin + per_step, len(rows))), give_up)
-            if metrics is None:
+            outcome = self._optimizer_step(rows.take(begin, min(begin + per_step, len(rows))), give_up)
+            if outcome is None:
                 return None
-        return metrics | {"rows": float(len(rows))}
+            loss, norm, collected = outcome
+            losses.append(loss)
+            norms.append(norm)
+            metrics = {name: metrics[name].merge(m) if metrics else m for name, m in collected.items()}
+        return {
+            "loss": float(np.mean(losses)),
+            "grad_norm": float(np.mean(norms)),
+            "skipped_in_a_row": float(self.state.skipped),
+            "rows": float(len(rows)),
+            **{name: metric.result() for name, metric in metrics.items()},
+        }
 
     def score_rows(self, rows: Rows) -> np.ndarray:
-        """Logprobs of every token of `rows` under the current parameters."""
+        """Logprobs [R, T] of every token of `rows` under the current parameters; float32."""
         part = self.options.rows_per_part
         scored = [
             np.asarray(self._step.logprobs(self.state.params, self._place(rows.take(i, i + part)))[0])
@@ -181,7 +203,8 @@ class Learner:
             for t, (row, begin) in zip(trajectories, packing.places, strict=True)
         ]
 
-    def _optimizer_step(self, rows: Rows, stop: Callable[[], bool]) -> dict[str, float] | None:
+    def _optimizer_step(self, rows: Rows, stop: Callable[[], bool]) -> tuple[float, float, dict[str, Metric]] | None:
+        """(loss, gradient norm, metrics) of one step; None where it was given up."""
         sums = None
         for begin in range(0, len(rows), self.options.rows_per_part):
             if stop():
@@ -199,15 +222,10 @@ class Learner:
                 f"{skipped} optimizer steps in a row had a non-finite loss or gradient (learner.max_skipped="
                 f"{self.options.max_skipped}); lower learner.learning_rate and start from the last checkpoint"
             )
-        return {
-            "loss": float(outcome["loss"]),
-            "grad_norm": float(outcome["grad_norm"]),
-            "skipped_in_a_row": float(skipped),
-            **{name: metric.result() for name, metric in collected.items()},
-        }
+        return float(outcome["loss"]), float(outcome["grad_norm"]), collected
 
     def _place(self, rows: Rows) -> Rows:
-        return jax.device_put(rows, self._step.rows)
+        return jax.device_put(rows, self._step.rows_sharding)
 
     def _set(self, state: TrainState, reference: dict | None = None) -> None:
         self.state = state

@@ -4,22 +4,18 @@
 engine. A jitted cast without donation always makes new buffers.
 """
 
-from typing import Any
+import functools
 
 import jax
 import jax.numpy as jnp
 
 
-def publish(params: dict, dtype: str, sharding: Any | None = None) -> dict:
-    """A copy of `params` that the learner's donation cannot reach.
+@functools.partial(jax.jit, static_argnames="dtype")
+def publish(params: dict, dtype: str) -> dict:
+    """A copy of `params` that the learner's donation cannot reach, sharded like them.
 
     Args:
       params: the learner's parameters.
-      dtype: type of the copy; norms and the head stay float32 inside the model whatever it is.
-      sharding: a sharding, or a tree of them, for the copy; the learner's own by default.
+      dtype: type of the copy; every leaf is rounded to it. Norms and logits are computed in float32 all the same.
     """
-
-    def copy(tree):
-        return jax.tree.map(lambda x: jnp.copy(x).astype(dtype), tree)
-
-    return jax.jit(copy, out_shardings=sharding)(params)
+    return jax.tree.map(lambda x: jnp.copy(x).astype(dtype), params)

@@ -88,4 +88,7 @@ def check_divisible(shapes, shardings) -> None:
             parts = int(np.prod([sharding.mesh.shape[a] for a in axes]))
             if size % parts:
                 name = jax.tree_util.keystr(path)
-                raise ConfigError(f"learner.mesh: {name} of shape {leaf.shape} is not divisible by {parts} ({axes})")
+                raise ConfigError(
+                    f"learner.mesh: {name} of shape {leaf.shape} is not divisible by {parts} ({axes}); use fewer parts "
+                    "along those axes"
+                )

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from venusrl.core.errors import ConfigError
 from venusrl.learner import sharding
 from venusrl.models.config import ModelConfig
 from venusrl.models.decoder import init_params
@@ -45,7 +46,14 @@ def make_optimizer(
         `total_steps` (constant where that is 0).
       b1, b2, weight_decay: of AdamW.
       clip_norm: bound on the global gradient norm.
+
+    Raises:
+      ConfigError: the cosine would end before the warm-up does.
     """
+    if total_steps and total_steps <= warmup_steps:
+        raise ConfigError(
+            f"learner.decay_steps={total_steps} is not above learner.warmup_steps={warmup_steps}; 0 is a constant rate"
+        )
     if total_steps > warmup_steps:
         fall = optax.cosine_decay_schedule(learning_rate, total_steps - warmup_steps, alpha=final_fraction)
     else:

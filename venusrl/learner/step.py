@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from venusrl.core.errors import ConfigError
 from venusrl.learner import sharding
 from venusrl.learner.logprobs import token_logprobs
 from venusrl.learner.objectives import Objective, TokenStats
@@ -33,19 +34,29 @@ class StepOptions:
     """Attributes:
     temperature: of sampling; the logits are divided by it here as in the engine.
     logprob_chunk: positions of which logits exist at a time.
-    recompute_proximal: the update takes several optimizer steps, so Rows.proximal holds logprobs of its start.
     """
 
     temperature: float = 1.0
     logprob_chunk: int = 512
-    recompute_proximal: bool = False
+
+    def __post_init__(self):
+        if self.temperature <= 0:
+            raise ConfigError(
+                f"rollout.temperature={self.temperature} is not positive; training samples, give 1.0 or so"
+            )
+        if self.logprob_chunk < 1:
+            raise ConfigError(f"learner.logprob_chunk={self.logprob_chunk}; give a positive number of positions")
 
 
 class TrainStep:
     """The compiled functions of one (model, objective, optimizer, mesh).
 
-    `accumulate` and `apply` donate what they replace; neither the state nor the sums that were passed in may be used
-    again. Parameters handed to an engine must therefore be copies (see learner.publish).
+    `accumulate` donates the sums that it replaces, `apply` the state: neither may be used again. Parameters handed to
+    an engine must therefore be copies (see learner.publish).
+
+    Args:
+      given_proximal: Rows.proximal holds the logprobs of the start of an update of several optimizer steps; else they
+        are the current ones.
     """
 
     def __init__(
@@ -55,10 +66,10 @@ class TrainStep:
         optimizer: optax.GradientTransformation,
         mesh: Mesh,
         options: StepOptions,
+        given_proximal: bool = False,
     ):
-        self.config, self.mesh, self.options = config, mesh, options
         self.shardings = state_shardings(config, optimizer, mesh)
-        self.rows = sharding.rows_sharding(mesh)
+        self.rows_sharding = sharding.rows_sharding(mesh)
         everywhere = sharding.replicated(mesh)
         sums = Sums(self.shardings.params, everywhere, everywhere, everywhere)
 
@@ -69,7 +80,7 @@ class TrainStep:
 
         def summed_loss(params, reference, rows: Rows):
             current, entropy = logprobs(params, rows)
-            proximal = rows.proximal if options.recompute_proximal else jax.lax.stop_gradient(current)
+            proximal = rows.proximal if given_proximal else jax.lax.stop_gradient(current)
             if objective.needs_reference:
                 before = jax.lax.stop_gradient(logprobs(reference, rows)[0])
             else:
@@ -107,15 +118,15 @@ class TrainStep:
                 opt_state=keep(opt_state, state.opt_state),
                 skipped=jnp.where(finite, 0, state.skipped + 1),
             )
-            return new, {"loss": sums.loss * scale, "grad_norm": norm, "finite": finite}
+            return new, {"loss": sums.loss * scale, "grad_norm": norm}
 
         params = self.shardings.params
         reference = params if objective.needs_reference else None
         jit = jax.jit
-        self.logprobs = jit(logprobs, in_shardings=(params, self.rows), out_shardings=self.rows)
-        self.begin = jit(begin, in_shardings=(params, reference, self.rows), out_shardings=sums)
+        self.logprobs = jit(logprobs, in_shardings=(params, self.rows_sharding), out_shardings=self.rows_sharding)
+        self.begin = jit(begin, in_shardings=(params, reference, self.rows_sharding), out_shardings=sums)
         self.accumulate = jit(
-            accumulate, in_shardings=(sums, params, reference, self.rows), out_shardings=sums, donate_argnums=0
+            accumulate, in_shardings=(sums, params, reference, self.rows_sharding), out_shardings=sums, donate_argnums=0
         )
         self.apply = jit(
             apply, in_shardings=(self.shardings, sums), out_shardings=(self.shardings, everywhere), donate_argnums=0

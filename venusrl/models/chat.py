@@ -6,7 +6,7 @@ A whole-history template re-renders what the model wrote (it strips, it re-token
 
 from collections.abc import Sequence
 
-import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from venusrl.core.errors import ConfigError
 from venusrl.models.tokenizer import IM_END, IM_START, Tokenizer
@@ -45,10 +45,10 @@ class ChatFormat:
         return self._tokenizer.decode(ids)
 
     def check_template(self, template: str) -> None:
-        """Compares with a model's Jinja chat template.
+        """Compares with a model's Jinja chat template, which is run as what it is: code of whoever made the file.
 
         Raises:
-          ConfigError: the template would render another text; names both.
+          ConfigError: the template fails, or would render another text; names both.
         """
         messages = [
             {"role": "system", "content": "S s"},
@@ -56,10 +56,17 @@ class ChatFormat:
             {"role": "assistant", "content": "A a"},
             {"role": "user", "content": "O"},
         ]
-        theirs = jinja2.Template(template).render(messages=messages, add_generation_prompt=True)
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        try:
+            theirs = environment.from_string(template).render(messages=messages, add_generation_prompt=True)
+        except Exception as error:  # whatever a stranger's code raises
+            raise ConfigError(f"the model's chat template fails ({error}); use a model that speaks ChatML") from error
         ours = "".join(f"{IM_START}{m['role']}\n{m['content']}{IM_END}\n" for m in messages) + f"{IM_START}assistant\n"
         if theirs != ours:
-            raise ConfigError(f"the model's chat template is not ChatML: it gives {theirs!r}, we render {ours!r}")
+            raise ConfigError(
+                f"the model's chat template is not ChatML: it gives {theirs!r}, we render {ours!r}; "
+                "use a model that speaks ChatML"
+            )
 
     def _message(self, role: str, content: str) -> list[int]:
         # Role and content in one piece: leading white space of the content may merge with the header's newline.

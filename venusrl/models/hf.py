@@ -82,7 +82,7 @@ def from_hf(tensors: Mapping[str, np.ndarray] | Iterator[tuple[str, np.ndarray]]
       config: the shape to fill.
 
     Returns:
-      float32 parameters of models.decoder.
+      float32 parameters of models.decoder, in host memory.
 
     Raises:
       CheckpointError: a tensor is missing, unknown, given twice, or of another shape; or a tied model comes with
@@ -104,12 +104,14 @@ def from_hf(tensors: Mapping[str, np.ndarray] | Iterator[tuple[str, np.ndarray]]
         if tuple(tensor.shape) != shape:
             raise CheckpointError(f"tensor {name} has shape {tuple(tensor.shape)}, the model needs {shape}")
         seen.add(name)
-        _insert(params, path, jnp.asarray(ours(np.asarray(tensor).astype(np.float32))))
+        _insert(params, path, ours(np.asarray(tensor).astype(np.float32)))
     missing = sorted(set(entries) - seen)
     if missing:
         raise CheckpointError(f"{len(missing)} tensors are missing, the first is {missing[0]}; the file is incomplete")
     if head is not None and not np.array_equal(np.asarray(head, np.float32), np.asarray(params["embedding"])):
-        raise CheckpointError("lm_head.weight differs from the embedding, but model.tied is true; set it to false")
+        raise CheckpointError(
+            "lm_head.weight differs from the embedding, but the head of model.name is tied; use an untied shape"
+        )
     return params
 
 

@@ -51,7 +51,9 @@ class Tokenizer:
           ConfigError: there is none at `path`, or it is not one.
         """
         if not os.path.isfile(path):
-            raise ConfigError(f"no tokenizer at {path}; run `python -m launchers.warmstart` or fix model.tokenizer")
+            raise ConfigError(
+                f"no tokenizer at {path}; fix model.checkpoint, or make it with `python -m launchers.warmstart`"
+            )
         try:
             backend = Backend.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower

@@ -5,10 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
 SMOOTH = 5  # steps of the moving average
 
@@ -23,7 +20,8 @@ def reward_plot(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike, titl
     """
     train = [(row["train_minutes"], row["reward"]) for row in rows if "reward" in row]
     held = [(row["train_minutes"], row["heldout_success"]) for row in rows if "heldout_success" in row]
-    figure, axes = plt.subplots(figsize=(8, 4.5))
+    figure = Figure(figsize=(8, 4.5), layout="tight")
+    axes = figure.subplots()
     if train:
         minutes, rewards = zip(*train, strict=True)
         recent = [sum(rewards[max(0, i - SMOOTH + 1) : i + 1]) / min(i + 1, SMOOTH) for i in range(len(rewards))]
@@ -35,8 +33,6 @@ def reward_plot(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike, titl
     axes.grid(alpha=0.3)
     if train or held:
         axes.legend(loc="lower right")
-    figure.tight_layout()
     fresh = Path(path).with_suffix(".tmp.png")
     figure.savefig(fresh, dpi=110)
-    plt.close(figure)
     os.replace(fresh, path)

@@ -1,6 +1,7 @@
 """metrics.jsonl, TensorBoard events and trajectories.jsonl of a run."""
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -58,7 +59,8 @@ class RunLog:
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """One row of metrics, also as TensorBoard scalars."""
-        self._metrics.write([{"step": step, **values}])
+        plain = {name: value if math.isfinite(value) else None for name, value in values.items()}  # NaN is not JSON
+        self._metrics.write([{"step": step, **plain}])
         for name, value in values.items():
             self._events.add_scalar(name, value, step)
 
@@ -82,7 +84,7 @@ class RunLog:
                         "generate_s": round(span.generate_s, 4),
                         "tool_s": round(span.tool_s, 4),
                     }
-                    for turn, span in zip(t.info.get("steps", []), t.turns, strict=False)
+                    for turn, span in zip(t.info.get("steps", []), t.turns, strict=True)
                 ],
             }
             for group in batch.groups

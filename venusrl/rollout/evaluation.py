@@ -1,11 +1,14 @@
-"""Held-out success: one episode a task, apart from training."""
+"""Held-out success: one episode a task, beside whatever else the service drives."""
 
 import asyncio
 import dataclasses
 
 from venusrl.core.env import TaskSet
-from venusrl.core.trajectory import Trajectory
-from venusrl.rollout.service import RolloutService
+from venusrl.core.group import Group
+from venusrl.core.trajectory import Trajectory, sampling_seed
+from venusrl.rollout.service import Outcome, RolloutService
+
+ATTEMPTS = 3  # at an episode that is lost
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,36 +26,45 @@ class Evaluation:
         return sum(t.reward for t in self.trajectories)
 
     @property
-    def rate(self) -> float:
-        """Mean reward of the finished episodes."""
-        return self.successes / len(self.trajectories) if self.trajectories else 0.0
+    def rate(self) -> float | None:
+        """Mean reward of the finished episodes; None where every one was lost, which says nothing of the policy."""
+        return self.successes / len(self.trajectories) if self.trajectories else None
 
 
 async def evaluate(
-    service: RolloutService, tasks: TaskSet, count: int, concurrency: int, seed: int = 0, attempts: int = 3
+    service: RolloutService, tasks: TaskSet, count: int, concurrency: int, temperature: float, seed: int
 ) -> Evaluation:
-    """Runs tasks 0 to `count` - 1 once each, `concurrency` at a time; a lost episode is tried `attempts` times.
+    """Runs tasks 0 to `count` - 1 once each, `concurrency` at a time; a lost episode is tried again.
 
-    Sampling is seeded by (seed, task): the same weights give the same result. `service` is used for this alone.
+    Sampling is seeded by (seed, task): the same weights give the same result, whatever else is running.
     """
     count = min(count, len(tasks))
+    outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
     finished: dict[int, Trajectory] = {}
     lost: list[str] = []
     waiting = [(task, 0) for task in reversed(range(count))]
-    running: dict[str, tuple[int, int]] = {}
-    while waiting or running:
-        while waiting and len(running) < concurrency:
-            task, attempt = waiting.pop()
-            name = f"eval/{task}" + (f"r{attempt}" if attempt else "")
-            running[name] = (task, attempt)
-            service.start(Trajectory(name, "eval", task, seed=seed * 1_000_003 + task), tasks.make(task))
-        outcome = await service.outcomes.get()
-        task, attempt = running.pop(outcome.trajectory.id)
-        if outcome.lost is None:
-            finished[task] = outcome.trajectory
-        elif attempt + 1 < attempts:
-            waiting.append((task, attempt + 1))
-        else:
-            lost.append(f"task {task}: {outcome.lost}")
-        await asyncio.sleep(0)
+    running: dict[str, int] = {}  # attempts that failed so far, by trajectory
+    try:
+        while waiting or running:
+            while waiting and len(running) < concurrency:
+                task, failed = waiting.pop()
+                name = f"eval/{task}" + (f"r{failed}" if failed else "")
+                trajectory = Trajectory(name, name, task, seed=sampling_seed(seed, task))
+                running[name] = failed
+                service.open_group(Group(name, task, 0, 0, [trajectory]))
+                service.start(trajectory, tasks.make(task), temperature, outcomes)
+            outcome = await outcomes.get()
+            service.close_group(outcome.trajectory.id)
+            task, failed = outcome.trajectory.index, running.pop(outcome.trajectory.id) + 1
+            if outcome.lost is None:
+                finished[task] = outcome.trajectory
+            elif failed < ATTEMPTS:
+                waiting.append((task, failed))
+            else:
+                lost.append(f"task {task}: {outcome.lost}")
+            await asyncio.sleep(0)
+    finally:
+        for name in running:  # given up by the caller
+            service.cancel(name)
+            service.close_group(name)
     return Evaluation(tuple(finished[i] for i in sorted(finished)), tuple(lost))

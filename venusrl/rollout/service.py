@@ -13,9 +13,9 @@ from typing import Any
 
 from venusrl.core.clock import Clock
 from venusrl.core.env import Env
-from venusrl.core.errors import SandboxError, TaskError, WorkerError
+from venusrl.core.errors import ConfigError, SandboxError, TaskError, WorkerError
 from venusrl.core.group import Group
-from venusrl.core.trajectory import Status, Trajectory
+from venusrl.core.trajectory import Status, Trajectory, Turn
 from venusrl.models.chat import ChatFormat
 from venusrl.rollout.dispatch import Dispatcher
 from venusrl.rollout.worker import Request, Worker
@@ -42,6 +42,12 @@ class RolloutOptions:
     max_tokens: int = 256
     env_s: float = 120.0
 
+    def __post_init__(self):
+        if self.temperature < 0:
+            raise ConfigError(f"rollout.temperature={self.temperature} is negative; 0 is greedy")
+        if self.max_tokens < 1 or self.env_s <= 0:
+            raise ConfigError(f"rollout.max_tokens={self.max_tokens}, env_s={self.env_s}; both must be positive")
+
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
@@ -55,7 +61,10 @@ class Outcome:
 
 
 class RolloutService:
-    """Starts trajectories on `start`, reports each on `outcomes`."""
+    """Starts trajectories on `start`, reports each on `outcomes` or where its starter says.
+
+    Training and evaluation share one service: the policy behind it owns every slot.
+    """
 
     def __init__(
         self,
@@ -85,10 +94,25 @@ class RolloutService:
         """Tells the policy that a group is ready or has failed."""
         self._dispatcher.observe(GroupClosed(self._clock.now(), group_id))
 
-    def start(self, trajectory: Trajectory, env: Env) -> None:
-        """Drives `trajectory` through `env` in the background; the env is closed whatever happens."""
+    def start(
+        self,
+        trajectory: Trajectory,
+        env: Env,
+        temperature: float | None = None,
+        outcomes: asyncio.Queue[Outcome] | None = None,
+    ) -> None:
+        """Drives `trajectory` through `env` in the background; the env is closed whatever happens.
+
+        Args:
+          trajectory: of a group that was opened.
+          env: its episode.
+          temperature: of sampling, in place of the service's; 0 is greedy.
+          outcomes: where its end is reported, in place of the service's queue.
+        """
         self._live[trajectory.id] = trajectory
-        task = asyncio.create_task(self._drive(trajectory, env), name=f"trajectory-{trajectory.id}")
+        temperature = self._options.temperature if temperature is None else temperature
+        drive = self._drive(trajectory, env, temperature, outcomes or self.outcomes)
+        task = asyncio.create_task(drive, name=f"trajectory-{trajectory.id}")
         self._tasks[trajectory.id] = task
         task.add_done_callback(lambda _: self._tasks.pop(trajectory.id, None))
 
@@ -111,7 +135,7 @@ class RolloutService:
 
     def count(self, status: Status) -> int:
         """Live trajectories in `status`."""
-        return sum(t.status == status for t in self._live.values())
+        return sum(t.status == status for t in list(self._live.values()))  # the display asks from its own thread
 
     @property
     def waiting(self) -> int:
@@ -122,21 +146,19 @@ class RolloutService:
         if trajectory_id in self._live:  # a clean-up that has begun is let to its end
             self._tasks[trajectory_id].cancel()
 
-    async def _drive(self, trajectory: Trajectory, env: Env) -> None:
+    async def _drive(self, trajectory: Trajectory, env: Env, temperature: float, outcomes: asyncio.Queue) -> None:
         lost: str | None = None
         ended = False
         try:
-            await self._episode(trajectory, env)
-            ended = True
-        except (TaskError, SandboxError, WorkerError) as error:
-            lost = f"{type(error).__name__}: {error}"
+            await self._episode(trajectory, env, temperature)
             ended = True
         except Exception as error:
-            # A bug, ours or the environment's. Unreported, its group would wait for it for ever; reported, the reason
-            # is in the log and the bounds on refills and failed groups end the run.
-            logging.exception("trajectory %s failed", trajectory.id)
-            lost = f"{type(error).__name__}: {error}"
             ended = True
+            lost = f"{type(error).__name__}: {error}"
+            if not isinstance(error, (TaskError, SandboxError, WorkerError)):
+                # A bug, ours or the environment's. Unreported, its group would wait for it for ever; reported, the
+                # reason is in the log and the bounds on refills and failed groups end the run.
+                logging.exception("trajectory %s failed", trajectory.id)
         finally:
             del self._live[trajectory.id]
             event = TrajectoryDone(
@@ -145,9 +167,9 @@ class RolloutService:
             self._dispatcher.observe(event)
             await self._clean_up(trajectory, env)
             if ended:
-                self.outcomes.put_nowait(Outcome(trajectory, lost))
+                outcomes.put_nowait(Outcome(trajectory, lost))
 
-    async def _episode(self, trajectory: Trajectory, env: Env) -> None:
+    async def _episode(self, trajectory: Trajectory, env: Env, temperature: float) -> None:
         trajectory.status = Status.IN_TOOL
         steps: list[dict[str, Any]] = []
         messages = await self._ask_env("reset", env.reset)
@@ -159,7 +181,7 @@ class RolloutService:
             )
         done = False
         while not done and not truncated:
-            turn = await self._generate(trajectory)
+            turn = await self._generate(trajectory, temperature)
             trajectory.status = Status.IN_TOOL
             reply = self._chat.reply(trajectory.tokens[turn.begin : turn.end])
             started = self._clock.now()
@@ -175,7 +197,7 @@ class RolloutService:
         reward = await self._ask_env("grade", env.grade)
         trajectory.complete(reward, steps=steps, truncated=truncated, messages=list(messages))
 
-    async def _generate(self, trajectory: Trajectory):
+    async def _generate(self, trajectory: Trajectory, temperature: float) -> Turn:
         """One turn, over as many slots as preemption makes of it."""
         o = self._options
         trajectory.status = Status.GENERATING
@@ -185,7 +207,7 @@ class RolloutService:
             worker = await self._dispatcher.slot(self._ready(trajectory))
             made, stop = 0, None
             try:
-                request = Request(trajectory.id, list(trajectory.tokens), budget, o.temperature, trajectory.seed)
+                request = Request(trajectory.id, list(trajectory.tokens), budget, temperature, trajectory.seed)
                 async with contextlib.aclosing(worker.generate(request)) as chunks:
                     async for chunk in chunks:
                         if chunk.tokens:

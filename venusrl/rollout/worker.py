@@ -14,8 +14,8 @@ class Request:
       tokens: the whole context, prompt and earlier turns, at least one token.
       max_tokens: to generate at most, at least 1.
       temperature: 0 is greedy.
-      seed: of the trajectory's sampling; with the position it decides every draw, whatever else is in the batch.
-      priority: higher goes first.
+      seed: of the trajectory's sampling, 0 <= seed < 2^31; with the position it decides every draw, whatever else is in
+        the batch.
     """
 
     trajectory: str
@@ -23,7 +23,6 @@ class Request:
     max_tokens: int
     temperature: float = 1.0
     seed: int = 0
-    priority: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

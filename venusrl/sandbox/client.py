@@ -144,12 +144,12 @@ class ProcessSandbox:
     async def snapshot(self) -> str:
         """Always SandboxUnsupported."""
         self._check_alive()
-        raise SandboxUnsupported(f"{self.id}: the process backend has no snapshots; the criu and vm backends do")
+        raise SandboxUnsupported(f"{self.id}: the process backend has no snapshots; create a new sandbox instead")
 
     async def migrate(self, node: str) -> None:
         """Always SandboxUnsupported."""
         self._check_alive()
-        raise SandboxUnsupported(f"{self.id}: the process backend cannot migrate to {node}; the criu backend can")
+        raise SandboxUnsupported(f"{self.id}: the process backend cannot migrate to {node}; create a new one there")
 
     async def kill(self, reason: str = "killed") -> None:
         """See Sandbox.kill."""

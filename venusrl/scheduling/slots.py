@@ -16,10 +16,6 @@ class Slots:
         """Free slots over all workers."""
         return sum(max(0, n) for n in self._free.values())
 
-    def running_on(self, trajectory: str) -> str | None:
-        """The worker that runs an action of `trajectory`, if any."""
-        return self._running.get(trajectory)
-
     def observe(self, event: Event) -> None:
         if isinstance(event, WorkerUp):
             self._free[event.worker] = event.slots

@@ -14,7 +14,7 @@ class TokenStats(NamedTuple):
       current: logprobs of the policy being trained; the only one with a gradient.
       proximal: logprobs of the policy at the start of the update.
       behaviour: logprobs of the policy that generated.
-      reference: logprobs of the reference policy (equal to `proximal` where no KL is asked for).
+      reference: logprobs of the reference policy (`current`, without its gradient, where no KL is asked for).
       entropy: of the current policy.
       advantages: of the trajectory.
       mask: 1 where the token was generated.

@@ -41,12 +41,14 @@ class EngineOptions:
     keep_kv: bool = False
 
     def __post_init__(self):
-        for name in ("prefill_rows", "prefill_tokens"):
+        for name in ("prefill_rows", "prefill_tokens", "decode_rows", "read_lengths"):
             value = getattr(self, name)
-            if not value or list(value) != sorted(set(value)) or value[0] < 1:
+            needed = name.startswith("prefill")
+            if (needed and not value) or list(value) != sorted(set(value)) or any(size < 1 for size in value):
                 raise ConfigError(f"rollout.{name}={value}; give ascending positive sizes")
-        if self.slots < 1 or self.max_length < 2 or self.decode_steps < 1:
-            raise ConfigError(f"rollout: slots={self.slots}, max_length={self.max_length}; both must be positive")
+        for name, least in (("slots", 1), ("max_length", 2), ("decode_steps", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"rollout.{name}={getattr(self, name)} is too small; give {least} or more")
 
 
 def _bucket(value: int, sizes: Sequence[int]) -> int:
@@ -59,7 +61,9 @@ class Engine:
 
     def __init__(self, config: ModelConfig, params: Any, version: int, stop_tokens: tuple[int, ...], o: EngineOptions):
         if o.max_length > config.max_length:
-            raise ConfigError(f"rollout.max_length={o.max_length} is above model.max_length={config.max_length}")
+            raise ConfigError(
+                f"rollout.max_length={o.max_length} is above the {config.max_length} tokens of the model; lower it"
+            )
         self.options = o
         self.version = version
         self._params = params
@@ -101,6 +105,8 @@ class Engine:
                 f"request of {request.trajectory}: {len(request.tokens)} context tokens, max_tokens "
                 f"{request.max_tokens}; both must be at least 1"
             )
+        if not 0 <= request.seed < 2**31:
+            raise ContractError(f"request of {request.trajectory}: seed {request.seed} is no int32 >= 0; use another")
         if len(request.tokens) >= self.options.max_length:
             raise ContractError(
                 f"request of {request.trajectory}: {len(request.tokens)} context tokens leave no room in "

@@ -1,7 +1,7 @@
 """The engine as a worker: asyncio outside, one thread of JAX calls inside."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,6 +15,9 @@ class JaxWorker:
 
     Only `_run` touches the engine, and only while no step is in flight; what callers ask for waits in `_asked` until
     then. The event loop stays free while the device works.
+
+    Attributes:
+      failure: what ended it, unless `close` did.
     """
 
     def __init__(self, name: str, engine: Engine):
@@ -23,12 +26,13 @@ class JaxWorker:
         self.max_length = engine.options.max_length
         self._engine = engine
         self._streams: dict[str, tuple[Request, asyncio.Queue]] = {}
-        self._asked: list[Callable[[], None]] = []
+        self._asked: list[Callable[[], Awaitable | None]] = []
         self._updates: set[asyncio.Future] = set()
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"engine-{name}")
         self._task: asyncio.Task | None = None
         self._closed = False
+        self.failure: WorkerError | None = None
 
     async def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"worker-{self.name}")
@@ -61,7 +65,7 @@ class JaxWorker:
         finally:
             del self._streams[request.trajectory]
             if not finished and not self._closed:  # leaving a closed worker is no error
-                self._ask(lambda: self._engine.cancel(request.trajectory))
+                self._ask(lambda: self._cancel(request.trajectory))
 
     async def preempt(self, trajectory: str) -> None:
         meant = self._streams.get(trajectory)
@@ -77,10 +81,11 @@ class JaxWorker:
         self._ask(lambda: self._engine.release(trajectory))
 
     async def update_weights(self, params: Any, version: int) -> None:
-        done = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
 
-        def act():
-            self._engine.set_weights(params, version)
+        async def act():
+            await loop.run_in_executor(self._thread, self._engine.set_weights, params, version)
             if not done.done():
                 done.set_result(None)
 
@@ -91,12 +96,15 @@ class JaxWorker:
         finally:
             self._updates.discard(done)
 
+    def _cancel(self, trajectory: str) -> None:
+        self._engine.cancel(trajectory)
+
     def load(self) -> Load:
         return self._engine.load()
 
-    def _ask(self, act: Callable[[], None]) -> None:
+    def _ask(self, act: Callable[[], Awaitable | None]) -> None:
         if self._closed or (self._task is not None and self._task.done()):
-            raise WorkerError(f"worker {self.name} is closed")
+            raise self.failure or WorkerError(f"worker {self.name} is closed")
         self._asked.append(act)
         self._wake.set()
 
@@ -107,7 +115,9 @@ class JaxWorker:
             while not self._closed:
                 asked, self._asked = self._asked, []
                 for act in asked:
-                    act()
+                    waiting = act()
+                    if waiting is not None:
+                        await waiting
                 if not self._engine.busy:
                     self._wake.clear()
                     await self._wake.wait()
@@ -118,7 +128,7 @@ class JaxWorker:
                     if reader is request:  # it may have left meanwhile, and another come under the same id
                         stream.put_nowait(chunk)
         except BaseException as error:
-            failure = WorkerError(f"worker {self.name} failed: {error!r}")
+            failure = self.failure = WorkerError(f"worker {self.name} failed: {error!r}")
             raise
         finally:
             self._closed = True

@@ -34,7 +34,7 @@ class RowTable:
         return len(self._free) + len(self._idle)
 
     def acquire(self, trajectory: str, tokens: list[int]) -> int | None:
-        """A row for a request with context `tokens`; keeps what its KV has in common. None where all are busy."""
+        """A row for a request; None where all are busy. KV that it has stays where `tokens` goes on from it."""
         index = self._by_trajectory.get(trajectory)
         if index is None:
             if self._free:
@@ -63,7 +63,7 @@ class RowTable:
         self._idle[index] = None
 
     def release(self, trajectory: str) -> None:
-        """Frees the row of a trajectory that ended; a busy row is freed by whoever ends the request."""
+        """Frees the row of a trajectory that ended; a busy one is left alone."""
         index = self._by_trajectory.get(trajectory)
         if index is None or self.rows[index].busy:
             return
