@@ -21,14 +21,14 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
     c.tasks = 20_000  # training tasks that demonstrations are drawn from
     # (steps, peak learning rate, share of careful demonstrations), one after the other: the first stage teaches what
     # the documentation means, the second to act before reading it.
-    c.stages = ((850, 2e-3, 1.0), (150, 1e-3, 0.2))
+    c.stages = ((350, 2e-3, 1.0), (60, 5e-4, 0.35))
     c.demos_per_step = 40
-    c.warmup_steps = 40
-    c.habits = config_dict.create(right=0.15, check=0.5, retry=0.3, max_edits=3)
-    c.row_length = 512
-    c.rows_per_part = 8
+    c.warmup_steps = 20
+    c.check = 0.5  # share of careful demonstrations that run the check after their edit
+    c.row_length = 704  # three demonstrations
+    c.rows_per_part = 7
     if arg == "smoke":
-        c.vocab_texts, c.demos_per_step, c.warmup_steps, c.stages = 100, 8, 0, ((1, 1e-3, 1.0), (1, 1e-3, 0.2))
+        c.vocab_texts, c.demos_per_step, c.warmup_steps, c.stages = 100, 8, 0, ((1, 1e-3, 1.0), (1, 1e-3, 0.35))
     elif arg:
         raise ValueError(f"configs/warmstart.py: argument {arg!r} is unknown; use 'smoke' or none")
     return c

@@ -54,7 +54,7 @@ def train(learner: Learner, config, stage: int, chat: ChatFormat, tokenizer: Tok
     """One stage of `config.stages`; the learner has its parameters."""
     steps, _, careful = config.stages[stage]
     rng = np.random.default_rng((config.seed, stage))
-    habits = Habits(careful=careful, **config.habits)
+    habits = Habits(careful, config.check)
     for step in range(steps):
         tasks = [make_task("train", int(i)) for i in rng.integers(config.tasks, size=config.demos_per_step)]
         demos = [demonstration_trajectory(task, rng, habits, chat, tokenizer) for task in tasks]
@@ -73,7 +73,7 @@ def main(argv) -> None:
         tokenizer = Tokenizer.load(Path(config.out) / "tokenizer.json")
     else:
         rng = np.random.default_rng(config.seed)
-        habits = Habits(careful=0.5, **config.habits)
+        habits = Habits(1.0, config.check)  # careless ones add no words
         texts = demonstration_texts([make_task("train", i) for i in range(config.vocab_texts)], rng, habits)
         tokenizer = Tokenizer.train(texts, model.vocab_size)
     logging.info("tokenizer: %d tokens of %d", tokenizer.vocab_size, model.vocab_size)

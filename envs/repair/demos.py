@@ -1,8 +1,10 @@
 """Scripted demonstrations for the warm start: format and tool use are right, judgement is poor.
 
-Careful demonstrations run the check before they edit, and are right. Careless ones edit at once, are wrong most of the
-time, and follow up a failed check only sometimes. Which way is better, training has to find out. Observations are
-computed here, character for character what a sandbox answers (a test compares them).
+Careful demonstrations read the file and run the check before they edit, and are right. Careless ones edit at once,
+without knowing the line, the kind of bug or the fix, and submit. Which way is better, training has to find out. (What a
+careless one does wrong must not be what a careful one does right: edits that were wrong after reading the file took the
+share of right careful ones from 0.94 to 0.43 within 100 supervised steps.) Observations are computed here, character
+for character what a sandbox answers (a test compares them).
 """
 
 import dataclasses
@@ -11,26 +13,20 @@ import numpy as np
 
 from envs import shell
 from envs.repair.env import SUBMIT
-from envs.repair.tasks import RepairTask, evaluate
+from envs.repair.tasks import RepairTask, evaluate, make_task
 
 
 @dataclasses.dataclass(frozen=True)
 class Habits:
-    """How the scripted agent behaves. Where it is careful, it runs the check before it edits, and its fix is right.
+    """How the scripted agent behaves.
 
     Attributes:
       careful: probability of a careful demonstration.
-      right: probability that a careless edit is the documented fix; else it is one of the other variants, evenly.
-      check: probability of running the check after an edit.
-      retry: probability of another edit after a failed check, instead of submitting.
-      max_edits: edits at most.
+      check: probability of running the check after a careful edit.
     """
 
-    careful: float = 0.2
-    right: float = 0.15
+    careful: float = 0.35
     check: float = 0.5
-    retry: float = 0.3
-    max_edits: int = 3
 
 
 def read_command(task: RepairTask) -> str:
@@ -62,20 +58,15 @@ def show_check(task: RepairTask, source: str) -> str:
 
 def demonstrate(task: RepairTask, rng: np.random.Generator, habits: Habits = Habits()) -> list[tuple[str, str]]:
     """One demonstration: (reply, observation) of each turn; the last reply submits and its observation is ""."""
-    turns = [(shell.block(read_command(task)), show_file(task))]
-    careful = rng.random() < habits.careful
-    if careful:
-        turns.append((shell.block(CHECK_COMMAND), show_check(task, task.source)))
-    right = 1.0 if careful else habits.right
-    current = task.wrong
-    for _ in range(habits.max_edits):
-        others = [i for i in range(len(task.candidates)) if i not in (current, task.right)]
-        current = task.right if current != task.right and rng.random() < right else int(rng.choice(others))
-        turns.append((shell.block(edit_command(task, task.candidates[current])), "[done]"))
-        if rng.random() >= habits.check:
-            break
-        answer = show_check(task, task.variant(current))
-        turns.append((shell.block(CHECK_COMMAND), answer))
-        if answer == "ok" or rng.random() >= habits.retry:
-            break
+    if rng.random() >= habits.careful:
+        other = make_task(task.split, int(rng.integers(1 << 20)))  # what it imagines
+        edit = edit_command(dataclasses.replace(other, path=task.path), other.candidates[other.right])
+        return [(shell.block(edit), "[done]"), (shell.block(SUBMIT), "")]
+    turns = [
+        (shell.block(read_command(task)), show_file(task)),
+        (shell.block(CHECK_COMMAND), show_check(task, task.source)),
+        (shell.block(edit_command(task, task.candidates[task.right])), "[done]"),
+    ]
+    if rng.random() < habits.check:
+        turns.append((shell.block(CHECK_COMMAND), show_check(task, task.variant(task.right))))
     return [*turns, (shell.block(SUBMIT), "")]

@@ -1,7 +1,9 @@
 """Families of bugs. Each draws a documented one-line function in four variants; one is right, another is the bug.
 
-The documentation alone tells which variant is right. Variants differ in one fragment of one line, and the inputs of a
-draw tell every variant from the right one.
+The documentation alone tells which variant is right, in words that the code does not use. (A model of 1M parameters
+learnt such words in a few hundred supervised steps. Where the documentation repeated a name of the code, it was right
+half of the time after 850: it could not tell the name that should be there from the one that was.) Variants differ in
+one fragment of one line, and the inputs of a draw tell every variant from the right one.
 """
 
 import dataclasses
@@ -16,7 +18,7 @@ PARAMETERS = (
 ).split()
 TARIFFS = "FEE TAX TOLL RENT".split()  # module-level constants
 _CASES = 4  # hidden inputs; the visible check shows two at most
-SIDES = "left right low high".split()  # where a family mixes parameters up
+SIDES = "left right bottom top".split()  # where a family mixes parameters up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +119,7 @@ def logic(rng, constants) -> Draw:
     """All, any and their opposites, of two truth values."""
     del constants
     a, b = _names(rng, 2)
-    docs = tuple(f"True if {how} of {a} and {b}." for how in ("all", "any", "not all", "none"))
+    docs = tuple(f"True if {how} set: {a}, {b}." for how in ("all are", "any is", "one is not", "none is"))
     fragments = tuple(f"return {name}(" for name in ("all", "any", "not all", "not any"))
     inputs = ((True, True), (True, False), (False, True), (False, False))
     return _draw(rng, docs, [a, b], f"{{}}[{a}, {b}])", fragments, "return [a-z ]*(", inputs)
@@ -126,7 +128,7 @@ def logic(rng, constants) -> Draw:
 def variable(rng, constants) -> Draw:
     """The wrong variable of four."""
     c = int(rng.choice(constants))
-    docs = tuple(f"Multiply {name} by {c}." for name in SIDES)
+    docs = tuple(f"{c} times the {which} side." for which in ("leftmost", "rightmost", "lower", "upper"))
     inputs = tuple(_distinct(rng, 4) for _ in range(_CASES))
     return _draw(rng, docs, _names(rng, 4, SIDES), f"return {c} * {{}}", SIDES, "[a-z]*$", inputs)
 
@@ -140,7 +142,7 @@ def _tariffs(rng, constants) -> str:
 def constant(rng, constants) -> Draw:
     """The wrong constant in the body."""
     a = _names(rng, 1)[0]
-    docs = tuple(f"Add the {name} to {a}." for name in TARIFFS)
+    docs = tuple(f"Add the {name.lower()} to {a}." for name in TARIFFS)
     inputs, helper = _numbers(rng, _CASES, 1), _tariffs(rng, constants)
     return _draw(rng, docs, [a], f"return {a} + {{}}", TARIFFS, r"[A-Z]\+", inputs, helper)
 
@@ -148,7 +150,7 @@ def constant(rng, constants) -> Draw:
 def default(rng, constants) -> Draw:
     """The wrong default in the head."""
     a, b = _names(rng, 2)
-    docs = tuple(f"Default of {b} is the {name}." for name in TARIFFS)
+    docs = tuple(f"Default of {b} is the {name.lower()}." for name in TARIFFS)
     inputs, helper = _numbers(rng, _CASES, 1), _tariffs(rng, constants)
     return _draw(rng, docs, [a, f"{b}={{}}"], f"return {a} * {b}", TARIFFS, r"[A-Z]\+", inputs, helper)
 
@@ -157,7 +159,7 @@ def arguments(rng, constants) -> Draw:
     """Arguments of a call, swapped or doubled."""
     a, b = SIDES[:2]
     pairs = [(a, b), (b, a), (a, a), (b, b)]
-    docs = tuple(f"Join {x} with {y}." for x, y in pairs)
+    docs = tuple(f"Join {how}." for how in ("in order", "in reverse", "the first twice", "the second twice"))
     helper = f"def join(x, y):\n    return {int(rng.choice(constants))} * x + y\n"
     inputs = tuple(_distinct(rng, 2) for _ in range(_CASES))
     return _draw(rng, docs, [a, b], "return join{}", [f"({x}, {y})" for x, y in pairs], "(.*)", inputs, helper)

@@ -159,6 +159,11 @@ def at_end(task: RepairTask, code: str) -> str:
     return f"cat >> {task.path} <<'E'\n{code}\nE"
 
 
+def by_heart(task: RepairTask) -> list:
+    """The cases that check.py shows, with their results."""
+    return list(zip(task.visible, evaluate(task.variant(task.right), task.function, task.visible), strict=True))
+
+
 EXPECTED_LOOKALIKES = "import json, sys\nprint(json.dumps([True] * 5))"
 ATTACKS = {
     "check.py says ok": lambda t: "echo \"print('ok')\" > check.py",
@@ -180,6 +185,11 @@ ATTACKS = {
     ),
     "nested without end": lambda t: at_import(t, "import sys\nprint('[' * 50000)\nsys.exit(0)"),
     "a number without end": lambda t: at_import(t, "import sys\nprint('1' * 9000)\nsys.exit(0)"),
+    "the visible cases by heart": lambda t: at_end(
+        t,
+        f"wrong, known = {t.function}, {by_heart(t)}\n"
+        f"{t.function} = lambda *args: next((got for given, got in known if given == args), wrong(*args))",
+    ),
     "NaN": lambda t: at_end(t, f"{t.function} = lambda *args: float('nan')"),
     "eats memory": lambda t: at_import(t, "x = b'x' * (1 << 30)"),
     "forks without end": lambda t: at_import(t, "import os\nwhile True: os.fork()"),
@@ -245,33 +255,38 @@ async def test_computed_observations_are_those_of_the_sandbox(pool):
         task = make_task("train", 1000 + i)
         env = RepairEnv(task, pool, max_turns=20, command_s=10.0)
         await env.reset()
-        turns = demos.demonstrate(task, np.random.default_rng(i), demos.Habits(check=0.9, retry=0.7))
+        turns = demos.demonstrate(task, np.random.default_rng(i), demos.Habits(careful=0.7))
         for reply, expected in turns:
             observation = await env.step(reply)
             assert observation.text == expected, (i, reply)
         assert observation.done
+        rewards.append((len(turns) > 2, await env.grade()))
         await env.close()
         checks.extend(expected for reply, expected in turns if demos.CHECK_COMMAND in reply)
 
     checks: list[str] = []
-    for i in range(0, 30, 5):
+    rewards: list[tuple[bool, float]] = []  # (careful, reward)
+    for i in range(0, 40, 5):
         await asyncio.gather(*(compare(i + k) for k in range(5)))
     assert "ok" in checks and any(text.startswith("FAIL") for text in checks)
+    careful, careless = ([reward for kind, reward in rewards if kind == which] for which in (True, False))
+    assert len(careful) > 15 and set(careful) == {1.0}
+    assert len(careless) > 5 and sum(careless) <= 1
 
 
-def test_demonstrations_know_the_format_and_not_the_answer():
-    first, fixed = 0, 0
+def test_demonstrations_know_the_format_and_act_before_they_read():
+    careful = 0
     for i in range(600):
         task = sample("train")[i]
         turns = demos.demonstrate(task, np.random.default_rng(i))
         assert all(shell.parse_command(reply) for reply, _ in turns)
         assert shell.parse_command(turns[-1][0]) == SUBMIT and turns[-1][1] == ""
         edits = [reply for reply, _ in turns if "sed" in reply]
-        assert 1 <= len(edits) <= 3
-        first += edits[0] == shell.block(gold(task))
-        fixed += edits[-1] == shell.block(gold(task))
-    assert 0.25 < first / 600 < 0.42  # one in three
-    assert fixed / 600 < 0.6
+        assert len(edits) == 1 and task.path in edits[0]
+        read = turns[0][0] == shell.block(demos.read_command(task))
+        assert read == (edits[0] == shell.block(gold(task)))  # a guess is hardly ever the fix
+        careful += read
+    assert 0.28 < careful / 600 < 0.42
 
 
 async def test_a_check_right_after_an_edit_sees_the_edit(pool):
@@ -302,6 +317,17 @@ def test_tasks_are_well_formed():
         seen = [evaluate(task.variant(i), task.function, task.visible) for i in range(4)]
         assert seen[task.wrong] != seen[task.right]  # the visible check fails at first
         assert json.loads(json.dumps(task.expected)) == list(task.expected)
+        assert set(map(str, task.visible)) < set(map(str, task.hidden)) and 1 <= len(task.visible) <= 2
+
+
+def test_documentation_and_code_use_other_words():
+    """A fragment that the documentation names outright could be copied; a small model cannot tell it from the bug."""
+    for task in sample("train", 400):
+        lines = task.source.split("\n")
+        doc = next(line for line in lines if line.strip().startswith(("#", '"""')) and line.strip() != "# tools")
+        words = [w for f in task.candidates for w in re.findall(r"[A-Za-z]+", f)]
+        if task.family in ("constant", "default", "variable", "arguments", "reduction", "letters"):
+            assert not set(words) & set(re.findall(r"[A-Za-z]+", doc)), (doc, words)
 
 
 def test_the_same_arguments_make_the_same_task():

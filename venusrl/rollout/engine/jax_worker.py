@@ -40,11 +40,11 @@ class JaxWorker:
     async def close(self) -> None:
         self._closed = True
         self._wake.set()
-        try:
-            if self._task is not None:
-                await self._task  # raises what the engine failed with, if it did
-        finally:
-            self._thread.shutdown()
+        if self._task is not None:
+            await asyncio.wait({self._task})
+        self._thread.shutdown()
+        if self.failure is not None:
+            raise self.failure
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
         if request.trajectory in self._streams:
@@ -127,9 +127,9 @@ class JaxWorker:
                     reader, stream = self._streams.get(request.trajectory, (None, None))
                     if reader is request:  # it may have left meanwhile, and another come under the same id
                         stream.put_nowait(chunk)
-        except BaseException as error:
+        except Exception as error:  # noqa: BLE001 - told to everybody who waits, and to `close`
             failure = self.failure = WorkerError(f"worker {self.name} failed: {error!r}")
-            raise
+            failure.__cause__ = error
         finally:
             self._closed = True
             for _, stream in self._streams.values():
