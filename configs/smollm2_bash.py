@@ -37,6 +37,7 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
     c.rollout.prefill_tokens = (64, 144)
     c.rollout.read_lengths = ()
     c.learner.learning_rate = 2e-5
+    c.learner.skip_zero_variance = True
     c.learner.row_length = 320  # two trajectories of one turn
     c.learner.rows_per_part = 4
     c.learner.logprob_chunk = 320

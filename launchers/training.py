@@ -84,10 +84,11 @@ class TrainingRun:
         self.clocks = Clocks()
         self.stopping = False
         self.last: dict[str, float] = {}
-        self.heldout: list[tuple[int, float]] = []
         resumed = self._restore()
         save_config(config, self.workdir)
         self.log = RunLog(self.workdir, resumed)
+        rows = read_jsonl(self.log.metrics_path)
+        self.heldout = [(row["step"], row["heldout_success"]) for row in rows if "heldout_success" in row]
         self.progress = Progress(self._status, f"VenusRL {self.workdir}")
         self._rollout: system.Rollout | None = None
         self._stop_event: asyncio.Event | None = None
@@ -312,7 +313,6 @@ class TrainingRun:
         self.learner.restore(state, reference=self.model.params)
         self.coordinator.load_state_dict(extra["coordinator"])
         self.clocks.train_s = extra["train_s"]
-        self.heldout = [tuple(x) for x in extra["heldout"]]
         logging.info("going on from step %d of %s", step, self.workdir)
         return step
 
@@ -326,7 +326,6 @@ class TrainingRun:
             "seed": self.config.seed,
             "coordinator": self.coordinator.state_dict(),
             "train_s": self.clocks.minutes * 60,
-            "heldout": self.heldout,
         }
         try:
             if self.step != self.checkpoints.latest:
