@@ -17,7 +17,7 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
     if arg:
         raise ValueError(f"configs/smollm2_bash.py: argument {arg!r} is unknown; it takes none")
     c = base.get_config()
-    c.steps = 24
+    c.steps = 20
     c.group_size = 8
     c.batch_groups = 4
     c.model.name = "smollm2-135m"

@@ -275,7 +275,7 @@ async def test_computed_observations_are_those_of_the_sandbox(pool):
 
 
 def test_demonstrations_know_the_format_and_act_before_they_read():
-    careful = 0
+    careful = lucky = 0
     for i in range(600):
         task = sample("train")[i]
         turns = demos.demonstrate(task, np.random.default_rng(i))
@@ -284,9 +284,12 @@ def test_demonstrations_know_the_format_and_act_before_they_read():
         edits = [reply for reply, _ in turns if "sed" in reply]
         assert len(edits) == 1 and task.path in edits[0]
         read = turns[0][0] == shell.block(demos.read_command(task))
-        assert read == (edits[0] == shell.block(gold(task)))  # a guess is hardly ever the fix
+        fixed = edits[0] == shell.block(gold(task))
+        assert fixed or not read
+        lucky += fixed and not read
         careful += read
     assert 0.28 < careful / 600 < 0.42
+    assert lucky <= 6
 
 
 async def test_a_check_right_after_an_edit_sees_the_edit(pool):

@@ -301,5 +301,5 @@ def test_impossible_options_are_refused(bad, says):
 
 
 def test_rows_longer_than_the_model_are_refused(weights):
-    with pytest.raises(ConfigError, match=r"model\.max_length=128"):
+    with pytest.raises(ConfigError, match=r"above the 128 tokens of the model"):
         Engine(tiny.CONFIG, weights, 0, (), EngineOptions(max_length=129))
