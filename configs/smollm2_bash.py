@@ -3,9 +3,9 @@
     make smollm2
     python -m launchers.train --config=configs/smollm2_bash.py
 
-`make smollm2` also installs what it needs. Cost: about a minute an update on two cores (estimated from one timed train
-step and a decode step, not from a run). Start: reward 0.26 on 32 training tasks, 4 samples each, at temperature 0.7.
-Result of training: not measured yet.
+`make smollm2` also installs what it needs. Cost: 25 to 90 s an update on two cores, with other work beside it for most
+of the run. Success on 64 held-out tasks at temperature 0.7, seed 0: 0.328 [0.226, 0.450] at the start, 0.500
+[0.381, 0.619] after 20 updates (17.1 minutes of training).
 """
 
 from ml_collections import config_dict

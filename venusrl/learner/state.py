@@ -58,8 +58,10 @@ def make_optimizer(
         fall = optax.cosine_decay_schedule(learning_rate, total_steps - warmup_steps, alpha=final_fraction)
     else:
         fall = optax.constant_schedule(learning_rate)
-    rise = optax.linear_schedule(0.0, learning_rate, warmup_steps)
-    schedule = optax.join_schedules([rise, fall], [warmup_steps]) if warmup_steps else fall
+    schedule = fall
+    if warmup_steps:
+        rise = optax.linear_schedule(0.0, learning_rate, warmup_steps)
+        schedule = optax.join_schedules([rise, fall], [warmup_steps])
     return optax.chain(
         optax.clip_by_global_norm(clip_norm), optax.adamw(schedule, b1=b1, b2=b2, weight_decay=weight_decay)
     )
