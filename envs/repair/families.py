@@ -1,9 +1,9 @@
 """Families of bugs. Each draws a documented one-line function in four variants; one is right, another is the bug.
 
-The documentation alone tells which variant is right, in words that the code does not use. (A model of 1M parameters
-learnt such words in a few hundred supervised steps. Where the documentation repeated a name of the code, it was right
-half of the time after 850: it could not tell the name that should be there from the one that was.) Variants differ in
-one fragment of one line, and the inputs of a draw tell every variant from the right one.
+The documentation alone tells which variant is right, in words that the code does not use (`logic` alone shares two). A
+model of 1M parameters learnt such words in a few hundred supervised steps; where the documentation repeated a name of
+the code, it was right 0.33 to 0.74 of the time after 850: it could not tell the name that should be there from the one
+that was. Variants differ in one fragment of one line, and the inputs of a draw tell every variant from the right one.
 """
 
 import dataclasses

@@ -141,9 +141,13 @@ def test_saving_goes_on_after_a_damaged_newest(two):
     checkpointer.close()
     assert (two.parent / f"{two.name}-damaged-2" / "state").is_dir()  # nothing of the user's is deleted
     shutil.rmtree(two / "3")
-    step, state, _ = Checkpointer(two).restore(abstract(state_of(0)))
+    again = Checkpointer(two)
+    step, state, _ = again.restore(abstract(state_of(0)))
     assert step == 2
     chex.assert_trees_all_equal(host(state), host(state_of(20)))
+    again.save(2, state_of(21), {})  # the same step once more: what was set aside before stays
+    again.close()
+    assert (two.parent / f"{two.name}-damaged-2+" / "state").is_dir()
 
 
 def test_all_damaged_is_an_error_not_a_fresh_start(two):

@@ -99,8 +99,11 @@ class Checkpointer:
     def _set_aside(self, steps: list[int]) -> None:
         """Renames checkpoints that training did not go on from: they could not be read, and would block new ones."""
         for step in steps:
-            (self._folder / str(step)).rename(self._folder.parent / f"{self._folder.name}-damaged-{step}")
-            logging.warning("checkpoint %s/%d is kept as %s-damaged-%d", self._folder, step, self._folder, step)
+            aside = self._folder.with_name(f"{self._folder.name}-damaged-{step}")
+            while aside.exists():  # the same step was damaged before
+                aside = aside.with_name(aside.name + "+")
+            (self._folder / str(step)).rename(aside)
+            logging.warning("checkpoint %s/%d is kept as %s", self._folder, step, aside)
         if steps:
             self._manager.reload()
 
