@@ -35,7 +35,16 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
         command_s=10.0,  # deadline of one command, in seconds
     )
     c.sandbox = config_dict.create(max_sandboxes=160)  # at once; above it, an episode waits for one to end
-    c.scheduler = config_dict.create(name="fcfs_action")  # see venusrl/scheduling
+    c.scheduler = config_dict.create(
+        name="venus",  # see venusrl/scheduling; the others are baselines
+        # Parts of "venus", to be switched off; see venusrl/scheduling/options.py.
+        prediction="predictor",  # or "none": groups in the order in which they were opened
+        residency=True,
+        demotion=True,
+        migration=True,
+        preemption=True,
+        thunderagent="as_shipped",  # of "thunderagent": or "as_documented", "tuned"
+    )
     c.rollout = config_dict.create(
         temperature=1.0,  # of training's sampling
         max_tokens=64,  # of a turn

@@ -17,6 +17,7 @@ from envs.generated import GeneratedTasks
 from envs.repair.env import RepairTasks
 from venusrl.coordinator.coordinator import Coordinator, CoordinatorOptions
 from venusrl.coordinator.prompts import PromptStream
+from venusrl.coordinator.rules import check_dataset, make_rule
 from venusrl.core.clock import WallClock
 from venusrl.core.env import TaskSet
 from venusrl.core.errors import ConfigError
@@ -35,7 +36,7 @@ from venusrl.rollout.engine.engine import Engine, EngineOptions
 from venusrl.rollout.engine.jax_worker import JaxWorker
 from venusrl.rollout.service import RolloutOptions, RolloutService
 from venusrl.sandbox import SandboxPool
-from venusrl.scheduling import make_policy
+from venusrl.scheduling import SchedulerOptions, SchedulerPolicy, make_policy
 
 ENVIRONMENTS: dict[str, type[GeneratedTasks]] = {"repair": RepairTasks, "bash": BashTasks}
 
@@ -112,7 +113,7 @@ def check(config: config_dict.ConfigDict) -> None:
       ConfigError: a name that nothing goes by, a value out of range.
     """
     task_set(config)
-    make_policy(config.scheduler.name)
+    scheduler(config)
     make_coordinator(config)
     engine_options(config)
     rollout_options(config)
@@ -150,8 +151,8 @@ def make_learner(config: config_dict.ConfigDict, shape: ModelConfig) -> Learner:
     )
 
 
-def make_coordinator(config: config_dict.ConfigDict) -> Coordinator:
-    options = CoordinatorOptions(
+def coordinator_options(config: config_dict.ConfigDict) -> CoordinatorOptions:
+    return CoordinatorOptions(
         group_size=config.group_size,
         batch_groups=config.batch_groups,
         async_factor=config.async_factor,
@@ -159,7 +160,24 @@ def make_coordinator(config: config_dict.ConfigDict) -> Coordinator:
         updates=config.steps,
         seed=config.seed,
     )
-    return Coordinator(PromptStream(config.env.train_tasks, config.seed), options)
+
+
+def make_coordinator(config: config_dict.ConfigDict) -> Coordinator:
+    """With the rule that goes with `config.scheduler.name`."""
+    check_dataset(config.batch_groups, config.env.train_tasks)
+    prompts = PromptStream(config.env.train_tasks, config.seed)
+    return Coordinator(prompts, coordinator_options(config), make_rule(config.scheduler.name))
+
+
+def scheduler(config: config_dict.ConfigDict) -> SchedulerPolicy:
+    """The policy that `config.scheduler` describes.
+
+    Raises:
+      ConfigError: an unknown name or switch.
+    """
+    o = coordinator_options(config)
+    switches = {name: value for name, value in config.scheduler.items() if name != "name"}
+    return make_policy(config.scheduler.name, SchedulerOptions(o.batch_groups, o.eta, **switches))
 
 
 def task_set(config: config_dict.ConfigDict) -> type[GeneratedTasks]:
@@ -203,7 +221,7 @@ async def open_rollout(config: config_dict.ConfigDict, model: Model, params, ver
         engine_options(config),
     )
     worker = JaxWorker("jax-0", engine)
-    policy = make_policy(config.scheduler.name)
+    policy = scheduler(config)
     async with SandboxPool(max_sandboxes=config.sandbox.max_sandboxes) as pool:
         await worker.start()
         service = RolloutService({worker.name: worker}, policy, model.chat, WallClock(), rollout_options(config))

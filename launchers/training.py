@@ -128,17 +128,16 @@ class TrainingRun:
     # The loop
 
     async def _train(self) -> None:
-        for group in self.coordinator.open_groups:
+        for group in [*self.coordinator.open_groups, *self.coordinator.ready_groups]:
             self._rollout.service.open_group(group)
+        for group in self.coordinator.ready_groups:
+            self._rollout.service.close_group(group.id)
         for trajectory in self.coordinator.restart_unfinished():
             self._start(trajectory)
         self.clocks.on()
         mark = time.monotonic()
         while not self._finished() and not self.stopping:
-            for group in self.coordinator.admit():
-                self._rollout.service.open_group(group)
-                for trajectory in group.trajectories:
-                    self._start(trajectory)
+            self._open_groups()
             batch = self.coordinator.take_batch()
             if batch is None:
                 await self._next_outcome()
@@ -146,6 +145,12 @@ class TrainingRun:
                 await self._after_update()
                 mark = time.monotonic()
         self.clocks.off()
+
+    def _open_groups(self) -> None:
+        for group in self.coordinator.admit():
+            self._rollout.service.open_group(group)
+            for trajectory in group.trajectories:
+                self._start(trajectory)
 
     async def _next_outcome(self) -> None:
         """Waits for a trajectory to end, or for somebody to ask to stop."""
@@ -167,10 +172,13 @@ class TrainingRun:
         else:
             self._group_failed(group)
 
-    def _group_failed(self, group: Group) -> None:
+    def _stop_group(self, group: Group) -> None:
         for trajectory in group.trajectories:
             self._rollout.service.cancel(trajectory.id)
-        self._rollout.service.close_group(group.id)
+        self._rollout.service.close_group(group.id, ready=False)
+
+    def _group_failed(self, group: Group) -> None:
+        self._stop_group(group)
         logging.warning("group %s (prompt %d) failed: %s", group.id, group.prompt_id, group.reasons[-1])
         failed = self.coordinator.counters.failed
         if failed > self.config.max_failed_groups:
@@ -193,13 +201,18 @@ class TrainingRun:
 
     async def _update(self, batch: Batch, mark: float) -> bool:
         waited = time.monotonic() - mark
+        self._rollout.service.batch_taken(len(batch.groups))
+        self._open_groups()  # some rules let the next batch begin while this one is trained on
         metrics = await asyncio.to_thread(self.learner.update, batch, lambda: self.stopping)
         if metrics is None:
             self.coordinator.give_back(batch)
             return False
+        while not self.coordinator.may_publish and not self.stopping:
+            await self._next_outcome()
         version = batch.version + 1
         await self._rollout.service.update_weights(publish(self.learner.state.params, self.model.config.dtype), version)
-        self.coordinator.published(version)
+        for group in self.coordinator.published(version):
+            self._stop_group(group)
         self._record(batch, metrics, waited, time.monotonic() - mark)
         return True
 
@@ -241,6 +254,7 @@ class TrainingRun:
             "weight_pause_s": load.pause_s,
             "refilled_trajectories": float(c.refilled_trajectories),
             "failed_groups": float(c.failed),
+            "discarded_groups": float(c.discarded),
             "checkpoint_failures": float(self.checkpoint_failures),
             "train_minutes": self.clocks.minutes,
         }
@@ -361,7 +375,8 @@ class TrainingRun:
             "updates": f"{self.step} of {self.config.steps}",
             "training time": f"{self.clocks.minutes:.1f} min",
             "held-out success": " -> ".join(f"{rate:.3f} (step {step})" for step, rate in self.heldout) or "-",
-            "groups": f"{c.consumed} trained, {c.failed} failed, {c.refilled_trajectories} trajectories refilled",
+            "groups": f"{c.consumed} trained, {c.failed} failed, {c.discarded} discarded, "
+            f"{c.refilled_trajectories} trajectories refilled",
             "checkpoint failures": str(self.checkpoint_failures),
             **{name: str(self.workdir / file) for name, file in where.items()},
         }

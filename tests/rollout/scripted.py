@@ -41,6 +41,9 @@ class ScriptedWorker:
 
     def __init__(self, script: Script, name: str = "w", slots: int = 4, max_length: int = 512, chunk: int = 2):
         self.name, self.slots, self.max_length = name, slots, max_length
+        self.kv_tokens = 0
+        self.failure: WorkerError | None = None
+        self.standing: dict[str, tuple[int, bool]] = {}
         self.script = script
         self.version = 0
         self.gate = asyncio.Event()
@@ -100,9 +103,13 @@ class ScriptedWorker:
         if trajectory in self.running:
             self._preempted.add(trajectory)
 
+    def prioritise(self, trajectory: str, priority: int, resident: bool) -> None:
+        self.standing[trajectory] = (priority, resident)
+
     async def release(self, trajectory: str) -> None:
         if self._closed:
             raise WorkerError(f"worker {self.name} is closed")
+        self.standing.pop(trajectory, None)
         self.released.append(trajectory)
 
     async def update_weights(self, params, version: int) -> None:

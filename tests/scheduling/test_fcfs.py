@@ -2,12 +2,10 @@
 
 import random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from venusrl.core.errors import ConfigError
-from venusrl.scheduling import POLICIES, make_policy
+from venusrl.scheduling import make_policy
 from venusrl.scheduling.protocol import (
     ActionDone,
     ActionReady,
@@ -234,9 +232,3 @@ def test_events_it_does_not_need_are_ignored():
     quiet = [GroupOpened(0.0, "g0", 8, 0), GroupClosed(0.0, "g0"), VersionPublished(0.0, 3)]
     assert admitted(fcfs, *quiet) == []
     assert admitted(fcfs, TrajectoryDone(0.0, "unknown", "g0", lost=True), ready("a")) == ["a"]
-
-
-def test_make_policy_knows_its_names():
-    assert all(type(make_policy(name)) is kind for name, kind in POLICIES.items())
-    with pytest.raises(ConfigError, match=r"scheduler.name='lifo' is unknown; one of .*fcfs_action"):
-        make_policy("lifo")

@@ -1,13 +1,6 @@
-"""The coordinator: how many groups may be open, which are ready, when a batch may be taken.
+"""The coordinator: which groups are open, which are ready, what is in training. When to open and take: see rules.py.
 
-Two rules, stated once:
-
-- admission: open + ready + in training <= async_factor * B. With 1.0 nothing is generated while the trainer is at
-  work, so every trajectory is trained on by the version that generated it.
-- staleness: a trajectory started at version v may train while current <= v + eta, eta = ceil(async_factor) - 1. A batch
-  is held back while it would leave more groups due than the batches after it can take, so nothing is discarded for age.
-
-Invariant, checked at every transition: submitted = open + ready + consumed + failed.
+Invariant, checked at every transition: submitted = open + ready + consumed + failed + discarded.
 """
 
 import dataclasses
@@ -15,6 +8,7 @@ import math
 from typing import Any
 
 from venusrl.coordinator.prompts import PromptStream
+from venusrl.coordinator.rules import Bounded, Rule
 from venusrl.core.errors import ConfigError, ContractError
 from venusrl.core.group import Batch, Group
 from venusrl.core.trajectory import Status, Trajectory, sampling_seed
@@ -61,14 +55,16 @@ class Counters:
     submitted: int = 0
     consumed: int = 0
     failed: int = 0
+    discarded: int = 0
     refilled_trajectories: int = 0
 
 
 class Coordinator:
     """See the module. Its caller starts trajectories, reports their ends, and trains on batches."""
 
-    def __init__(self, prompts: PromptStream, options: CoordinatorOptions):
+    def __init__(self, prompts: PromptStream, options: CoordinatorOptions, rule: Rule | None = None):
         self._prompts = prompts
+        self._rule = rule or Bounded()
         self.options = options
         self.version = 0
         self.counters = Counters()
@@ -85,10 +81,15 @@ class Coordinator:
     def ready_groups(self) -> list[Group]:
         return list(self._ready.values())
 
+    @property
+    def in_training(self) -> int:
+        """Groups of the batch in training."""
+        return self._in_training
+
     def admit(self) -> list[Group]:
-        """Opens as many new groups as the admission rule allows; their trajectories are to be started."""
+        """Opens as many new groups as the rule allows; their trajectories are to be started."""
         opened = []
-        while self._may_open():
+        while self._rule.may_open(self):
             epoch, prompt_id = self._prompts.next()
             number = self.counters.submitted
             group = Group(id=f"g{number}", prompt_id=prompt_id, epoch=epoch, opened_version=self.version)
@@ -132,16 +133,15 @@ class Coordinator:
         return fresh
 
     def take_batch(self) -> Batch | None:
-        """The next batch where there is one: oldest start version first, then in order of readiness.
+        """The next batch where there is one.
 
-        None while fewer than B groups are ready, while another batch is in training, or while waiting for an open
-        group keeps it from becoming too old.
+        None while fewer than B groups are ready, while another batch is in training, or while the rule waits.
         """
         if self._in_training or len(self._ready) < self.options.batch_groups:
             return None
-        if self._must_wait():
+        chosen = self._rule.choose(self)
+        if chosen is None:
             return None
-        chosen = sorted(self._ready.values(), key=lambda g: g.oldest_version)[: self.options.batch_groups]
         for group in chosen:
             del self._ready[group.id]
         self.counters.consumed += len(chosen)
@@ -149,12 +149,27 @@ class Coordinator:
         self.check()
         return Batch(tuple(chosen), self.version)
 
-    def published(self, version: int) -> None:
-        """Reports that the batch was trained on and workers generate with `version` now."""
+    @property
+    def may_publish(self) -> bool:
+        """Whether the weights of the batch in training may be given to the workers, or more ends must come first."""
+        return self._rule.may_publish(self)
+
+    def published(self, version: int) -> list[Group]:
+        """Reports that the batch was trained on and workers generate with `version` now.
+
+        Returns:
+          groups that the rule discards for their age; what still runs of them is to be stopped. VenusRL's has none.
+        """
         if version <= self.version:
             raise ContractError(f"published version {version} is not newer than {self.version}")
         self.version = version
         self._in_training = 0
+        discarded = self._rule.too_old(self)
+        for group in discarded:
+            (self._open if group.id in self._open else self._ready).pop(group.id)
+        self.counters.discarded += len(discarded)
+        self.check()
+        return discarded
 
     def give_back(self, batch: Batch) -> None:
         """Undoes `take_batch` for an update that was given up."""
@@ -171,11 +186,11 @@ class Coordinator:
           ContractError: the counts do not add up; a bug in this file.
         """
         c = self.counters
-        parts = len(self._open) + len(self._ready) + c.consumed + c.failed
+        parts = len(self._open) + len(self._ready) + c.consumed + c.failed + c.discarded
         if c.submitted != parts:
             raise ContractError(
                 f"groups do not add up: submitted {c.submitted} != open {len(self._open)} + ready {len(self._ready)} "
-                f"+ consumed {c.consumed} + failed {c.failed}"
+                f"+ consumed {c.consumed} + failed {c.failed} + discarded {c.discarded}"
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -223,28 +238,9 @@ class Coordinator:
         """The open group of that id; None where it is no longer open."""
         return self._open.get(group_id)
 
-    def _may_open(self) -> bool:
-        in_system = len(self._open) + len(self._ready) + self._in_training
-        o = self.options
-        if o.updates is not None and in_system >= (o.updates - self.version) * o.batch_groups:
-            return False
-        return in_system + 1 <= o.async_factor * o.batch_groups
-
-    def _must_wait(self) -> bool:
-        """Whether a batch now would leave more open groups due within k versions than the k batches after it can take.
-
-        Ready groups need no look: a batch leaves one that is due only where all that it takes are due too.
-        """
-        unfinished = [group.oldest_version for group in self._open.values()]
-        first_due = self.version - self.options.eta
-        return any(
-            sum(version <= first_due + k for version in unfinished) > k * self.options.batch_groups
-            for k in range(self.options.eta + 1)
-        )
-
     def _trajectory(self, group: Group, index: int, refill: int = 0) -> Trajectory:
         name = f"{group.id}/{index}" + (f"r{refill}" if refill else "")
-        seed = sampling_seed(self.options.seed, int(group.id[1:]), index, refill)
+        seed = sampling_seed(self.options.seed, group.number, index, refill)
         return Trajectory(id=name, group_id=group.id, index=index, seed=seed)
 
     def _group_of(self, trajectory: Trajectory) -> Group:

@@ -11,7 +11,7 @@ class Group:
     """n trajectories of one prompt; ready when all are done.
 
     Attributes:
-      id: unique in a run.
+      id: unique in a run: "g" and its number in the order of opening.
       prompt_id: index of the task in the prompt stream's task list.
       epoch: pass over the task list.
       opened_version: the policy version when it was opened.
@@ -27,6 +27,11 @@ class Group:
     trajectories: list[Trajectory] = dataclasses.field(default_factory=list)
     refills: int = 0
     reasons: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def number(self) -> int:
+        """Its place in the order of opening."""
+        return int(self.id[1:])
 
     @property
     def ready(self) -> bool:

@@ -5,20 +5,39 @@ from collections.abc import Mapping
 
 from venusrl.core.clock import Clock
 from venusrl.rollout.worker import Worker
-from venusrl.scheduling.protocol import ActionDone, ActionReady, Admit, Event, SchedulerPolicy, WorkerUp
+from venusrl.scheduling.protocol import (
+    ActionDone,
+    ActionReady,
+    Admit,
+    Event,
+    Preempt,
+    Prioritise,
+    SchedulerPolicy,
+    TrajectoryDone,
+    WorkerDown,
+    WorkerUp,
+)
 
 
 class Dispatcher:
-    """Feeds events to the policy and turns its decisions into slots. Single event loop; no locks needed."""
+    """Feeds events to the policy and turns its decisions into slots. Single event loop; no locks needed.
+
+    KV is not yet carried from worker to worker: `Admit.kv_from` is passed over, and the context prefilled anew.
+    """
 
     def __init__(self, policy: SchedulerPolicy, workers: Mapping[str, Worker], clock: Clock):
         self._policy = policy
-        self._workers = workers
+        self._workers = dict(workers)
         self._clock = clock
         self._waiting: dict[str, asyncio.Future] = {}
-        self._preempting: set[asyncio.Task] = set()
+        self._running: dict[str, str] = {}  # worker by trajectory
+        self._homes: dict[str, str] = {}  # the worker that ran it last
+        self._standing: dict[str, tuple[int, bool]] = {}
+        self._reported: set[str] = set()  # their end was reported with their worker's
+        self._tasks: set[asyncio.Task] = set()
+        self._alarms: set[asyncio.TimerHandle] = set()
         for name, worker in workers.items():
-            policy.observe(WorkerUp(clock.now(), name, worker.slots))
+            policy.observe(WorkerUp(clock.now(), name, worker.slots, worker.kv_tokens))
 
     @property
     def waiting(self) -> int:
@@ -27,17 +46,16 @@ class Dispatcher:
 
     def observe(self, event: Event) -> None:
         """Tells the policy, and carries out what it decides."""
+        if isinstance(event, ActionDone):
+            self._running.pop(event.trajectory, None)
+            if event.trajectory in self._reported:
+                self._reported.discard(event.trajectory)
+                return
+        elif isinstance(event, TrajectoryDone):
+            self._homes.pop(event.trajectory, None)
+            self._standing.pop(event.trajectory, None)
         self._policy.observe(event)
-        for decision in self._policy.decide(self._clock.now()):
-            if isinstance(decision, Admit):
-                future = self._waiting.pop(decision.trajectory)
-                if not future.done():  # a cancelled waiter hands its slot back itself
-                    future.set_result(self._workers[decision.worker])
-            else:
-                preempt = [worker.preempt(decision.trajectory) for worker in self._workers.values()]
-                task = asyncio.ensure_future(asyncio.gather(*preempt))
-                self._preempting.add(task)
-                task.add_done_callback(self._preempting.discard)
+        self._decide()
 
     async def slot(self, ready: ActionReady) -> Worker:
         """Waits for a slot; the caller gives it back with an ActionDone."""
@@ -50,3 +68,55 @@ class Dispatcher:
             self._waiting.pop(ready.trajectory, None)
             self.observe(ActionDone(self._clock.now(), ready.trajectory, tokens=0, preempted=True))
             raise
+
+    def worker_lost(self, name: str) -> None:
+        """A worker has failed; what ran on it is reported as preempted. A second time is no different."""
+        if self._workers.pop(name, None) is None:
+            return
+        for trajectory in [t for t, worker in self._running.items() if worker == name]:
+            del self._running[trajectory]
+            self._reported.add(trajectory)
+            self._policy.observe(ActionDone(self._clock.now(), trajectory, tokens=0, preempted=True))
+        self._homes = {t: worker for t, worker in self._homes.items() if worker != name}
+        self.observe(WorkerDown(self._clock.now(), name))
+
+    def close(self) -> None:
+        """Nothing is decided any more unless there is an event."""
+        for alarm in self._alarms:
+            alarm.cancel()
+
+    def _decide(self) -> None:
+        now = self._clock.now()
+        for decision in self._policy.decide(now):
+            if isinstance(decision, Admit):
+                self._admit(decision)
+            elif isinstance(decision, Prioritise):
+                self._standing[decision.trajectory] = (decision.priority, decision.resident)
+                self._prioritise(decision.trajectory)
+            elif isinstance(decision, Preempt):
+                worker = self._workers[self._running[decision.trajectory]]
+                task = asyncio.ensure_future(worker.preempt(decision.trajectory))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            else:
+                self._set_alarm(decision.time - now)
+
+    def _set_alarm(self, seconds: float) -> None:
+        alarm = asyncio.get_running_loop().call_later(max(0.0, seconds), lambda: self._wake(alarm))
+        self._alarms.add(alarm)
+
+    def _wake(self, alarm: asyncio.TimerHandle) -> None:
+        self._alarms.discard(alarm)
+        self._decide()
+
+    def _admit(self, decision: Admit) -> None:
+        future = self._waiting.pop(decision.trajectory)
+        self._running[decision.trajectory] = self._homes[decision.trajectory] = decision.worker
+        self._prioritise(decision.trajectory)
+        if not future.done():  # a cancelled waiter hands its slot back itself
+            future.set_result(self._workers[decision.worker])
+
+    def _prioritise(self, trajectory: str) -> None:
+        worker = self._workers.get(self._homes.get(trajectory))
+        if worker is not None and trajectory in self._standing:
+            worker.prioritise(trajectory, *self._standing[trajectory])

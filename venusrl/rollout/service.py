@@ -22,6 +22,7 @@ from venusrl.rollout.worker import Request, Worker
 from venusrl.scheduling.protocol import (
     ActionDone,
     ActionReady,
+    BatchTaken,
     GroupClosed,
     GroupOpened,
     SchedulerPolicy,
@@ -90,9 +91,13 @@ class RolloutService:
             GroupOpened(self._clock.now(), group.id, len(group.trajectories), group.opened_version)
         )
 
-    def close_group(self, group_id: str) -> None:
-        """Tells the policy that a group is ready or has failed."""
-        self._dispatcher.observe(GroupClosed(self._clock.now(), group_id))
+    def close_group(self, group_id: str, ready: bool = True) -> None:
+        """Tells the policy that a group is ready, or (`ready` False) has failed or was discarded."""
+        self._dispatcher.observe(GroupClosed(self._clock.now(), group_id, ready))
+
+    def batch_taken(self, groups: int) -> None:
+        """Tells the policy that the trainer took `groups` ready ones."""
+        self._dispatcher.observe(BatchTaken(self._clock.now(), groups))
 
     def start(
         self,
@@ -123,7 +128,8 @@ class RolloutService:
 
     async def update_weights(self, params: Any, version: int) -> None:
         """Gives every worker new weights; returns once all use them."""
-        await asyncio.gather(*(worker.update_weights(params, version) for worker in self._workers.values()))
+        alive = [worker for worker in self._workers.values() if worker.failure is None]
+        await asyncio.gather(*(worker.update_weights(params, version) for worker in alive))
         self._dispatcher.observe(VersionPublished(self._clock.now(), version))
 
     async def close(self) -> None:
@@ -132,6 +138,7 @@ class RolloutService:
         for trajectory_id in tasks:
             self.cancel(trajectory_id)
         await asyncio.gather(*tasks.values(), return_exceptions=True)
+        self._dispatcher.close()
 
     def count(self, status: Status) -> int:
         """Live trajectories in `status`."""
@@ -213,6 +220,10 @@ class RolloutService:
                         if chunk.tokens:
                             trajectory.append_generated(chunk.tokens, chunk.logprobs, chunk.version)
                         made, stop = made + len(chunk.tokens), chunk.stop
+            except WorkerError:
+                if worker.failure is not None:
+                    self._dispatcher.worker_lost(worker.name)
+                raise
             finally:
                 interrupted = stop in (None, "preempted")
                 self._dispatcher.observe(ActionDone(self._clock.now(), trajectory.id, made, interrupted))

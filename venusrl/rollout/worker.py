@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
+from venusrl.core.errors import WorkerError
+
 
 @dataclasses.dataclass(frozen=True)
 class Request:
@@ -64,11 +66,15 @@ class Worker(Protocol):
     name: unique in a run.
     slots: requests that it runs at once.
     max_length: longest sequence, in tokens.
+    kv_tokens: tokens of KV that it shares out among trajectories; 0 where every slot has its own.
+    failure: what ended it; None while it works, and where `close` ended it.
     """
 
     name: str
     slots: int
     max_length: int
+    kv_tokens: int
+    failure: WorkerError | None
 
     async def start(self) -> None: ...
 
@@ -85,6 +91,10 @@ class Worker(Protocol):
 
     async def preempt(self, trajectory: str) -> None:
         """Ends the running request of `trajectory` with a last chunk whose stop is "preempted"."""
+        ...
+
+    def prioritise(self, trajectory: str, priority: int, resident: bool) -> None:
+        """Whom to start first, whose KV to keep; see venusrl.scheduling.protocol.Prioritise. Until release."""
         ...
 
     async def release(self, trajectory: str) -> None:

@@ -1,13 +1,39 @@
 """Pure scheduling policies: events in, decisions out. No clock, no I/O, no randomness of their own."""
 
+import dataclasses
+from collections.abc import Callable
+
 from venusrl.core.errors import ConfigError
 from venusrl.scheduling.fcfs import FcfsAction
+from venusrl.scheduling.options import SchedulerOptions
 from venusrl.scheduling.protocol import SchedulerPolicy
+from venusrl.scheduling.sticky import Sticky
+from venusrl.scheduling.thunderagent import ThunderAgent
+from venusrl.scheduling.venus import Venus
 
-POLICIES: dict[str, type[SchedulerPolicy]] = {"fcfs_action": FcfsAction}
+__all__ = ["POLICIES", "SchedulerOptions", "SchedulerPolicy", "make_policy"]
 
 
-def make_policy(name: str) -> SchedulerPolicy:
+def _fcfs_priority(options: SchedulerOptions) -> SchedulerPolicy:
+    """The groups of the next batch first, in order of opening: priority without any of what makes it clever."""
+    plain = {"prediction": "none", "residency": False, "demotion": False, "migration": False}
+    return Venus(dataclasses.replace(options, **plain))
+
+
+POLICIES: dict[str, Callable[[SchedulerOptions], SchedulerPolicy]] = {
+    "venus": Venus,
+    "fcfs_action": lambda _: FcfsAction(),
+    "fcfs_trajectory": lambda _: Sticky(route="fewest", hold=True),
+    "fcfs_priority": _fcfs_priority,
+    "slime": lambda _: Sticky(route="hash", hold=True),
+    "slime_step": lambda _: Sticky(route="hash", hold=True),
+    "rollflash": lambda _: Sticky(route="fewest", hold=False),
+    "thunderagent": lambda options: ThunderAgent(options.thunderagent),
+    "areal": lambda _: Sticky(route="fewest", hold=False),
+}
+
+
+def make_policy(name: str, options: SchedulerOptions = SchedulerOptions()) -> SchedulerPolicy:
     """The policy that `config.scheduler.name` selects.
 
     Raises:
@@ -15,4 +41,4 @@ def make_policy(name: str) -> SchedulerPolicy:
     """
     if name not in POLICIES:
         raise ConfigError(f"scheduler.name={name!r} is unknown; one of {', '.join(POLICIES)}")
-    return POLICIES[name]()
+    return POLICIES[name](options)

@@ -12,31 +12,38 @@ import dataclasses
 from typing import Protocol
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class Event:
-    """Attributes:
-    time: seconds on the driver's clock; never less than that of the event before.
+    """Not to be changed once made (left unfrozen: freezing triples the cost of making one).
+
+    Attributes:
+      time: seconds on the driver's clock; never less than that of the event before.
     """
 
     time: float
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class WorkerUp(Event):
-    """A worker takes requests, `slots` at a time."""
+    """A worker takes requests, `slots` at a time.
+
+    Attributes:
+      kv_tokens: tokens of KV that it can hold, running and cached together; 0 where that bounds nothing.
+    """
 
     worker: str
     slots: int
+    kv_tokens: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class WorkerDown(Event):
     """A worker is gone; its running actions are reported with ActionDone(preempted=True) first."""
 
     worker: str
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class GroupOpened(Event):
     """A group of `size` trajectories was opened at policy version `version`."""
 
@@ -45,7 +52,7 @@ class GroupOpened(Event):
     version: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class ActionReady(Event):
     """A trajectory wants its next turn generated (or the rest of a preempted one).
 
@@ -64,7 +71,7 @@ class ActionReady(Event):
     start_version: int | None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class ActionDone(Event):
     """The slot of an admitted action is free again, or a ready one was withdrawn.
 
@@ -78,7 +85,19 @@ class ActionDone(Event):
     preempted: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
+class LengthPredicted(Event):
+    """A predictor's answer; it may come late, never, or be wrong, and values that are no length are ignored.
+
+    Attributes:
+      remaining: tokens the trajectory will still generate.
+    """
+
+    trajectory: str
+    remaining: float
+
+
+@dataclasses.dataclass(slots=True)
 class TrajectoryDone(Event):
     """A trajectory ended; `lost` ones are refilled under a new id, in the same group."""
 
@@ -87,36 +106,71 @@ class TrajectoryDone(Event):
     lost: bool
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class GroupClosed(Event):
-    """A group is ready or has failed."""
+    """A group is ready for training, or (`ready` False) has failed or was discarded."""
 
     group: str
+    ready: bool = True
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
+class BatchTaken(Event):
+    """The trainer took `groups` ready groups; as many more are wanted."""
+
+    groups: int
+
+
+@dataclasses.dataclass(slots=True)
 class VersionPublished(Event):
     """Workers generate with policy version `version` from now on."""
 
     version: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class Admit:
-    """Give a slot of `worker` to the ready action of `trajectory`."""
+    """Give a slot of `worker` to the ready action of `trajectory`.
+
+    Attributes:
+      kv_from: the worker whose KV of the trajectory is to be copied first; None where `worker` uses what it has.
+    """
 
     trajectory: str
     worker: str
+    kv_from: str | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class Preempt:
     """Take the slot of a running action away; its partial turn is kept."""
 
     trajectory: str
 
 
-Decision = Admit | Preempt
+@dataclasses.dataclass(slots=True)
+class Prioritise:
+    """How the worker that holds a trajectory's KV is to treat it from now on, in a tool too.
+
+    Attributes:
+      priority: requests of a higher one are batched first and retracted last; 0 is the lowest, and the default.
+      resident: the pages of its prefix count it as a reference. Pages without one are evicted first, then those with
+        fewest.
+    """
+
+    trajectory: str
+    priority: int
+    resident: bool
+
+
+@dataclasses.dataclass(slots=True)
+class Wake:
+    """Ask again at `time`, whatever happens before."""
+
+    time: float
+
+
+Decision = Admit | Preempt | Prioritise | Wake
 
 
 class SchedulerPolicy(Protocol):
@@ -129,6 +183,7 @@ class SchedulerPolicy(Protocol):
     def decide(self, now: float) -> list[Decision]:
         """Decisions that apply now, in order; the policy counts them as carried out.
 
-        Never admits more than a worker's slots, never an action that is not ready.
+        Never admits more than a worker's slots, never an action that is not ready. A preempted action's slot is free
+        only once its ActionDone arrives.
         """
         ...

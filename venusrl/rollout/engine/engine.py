@@ -74,6 +74,7 @@ class Engine:
         self._batches = sorted({r for r in o.decode_rows if r < o.slots} | {o.slots})
         self._table = RowTable(o.slots)
         self._queue: deque[Request] = deque()
+        self._priority: dict[str, int] = {}
         self._running: dict[int, Request] = {}  # by row
         self._left: dict[int, int] = {}  # tokens that a running row may still generate
         self._generated = self._prefilled = 0
@@ -133,6 +134,12 @@ class Engine:
     def release(self, trajectory: str) -> None:
         """Forgets the KV of a trajectory that has ended."""
         self._table.release(trajectory)
+        self._priority.pop(trajectory, None)
+
+    def prioritise(self, trajectory: str, priority: int, resident: bool) -> None:
+        """Requests of higher priority start first; KV of resident trajectories is kept before that of others."""
+        self._priority[trajectory] = priority
+        (self._table.kept.add if resident else self._table.kept.discard)(trajectory)
 
     def set_weights(self, params: Any, version: int) -> None:
         """Takes new weights. KV of the old ones is dropped (running rows prefill again) unless `keep_kv`."""
@@ -147,7 +154,8 @@ class Engine:
     def step(self) -> list[tuple[Request, Chunk]]:
         """Starts what can start, prefills it, decodes once; the chunk of each running request."""
         while self._queue and self._table.available:
-            request = self._queue.popleft()
+            request = max(self._queue, key=lambda r: self._priority.get(r.trajectory, 0))  # the first of equals
+            self._queue.remove(request)
             row = self._table.acquire(request.trajectory, request.tokens)
             self._running[row] = request
             self._left[row] = min(request.max_tokens, self.options.max_length - len(request.tokens))

@@ -24,6 +24,7 @@ class JaxWorker:
         self.name = name
         self.slots = engine.options.slots
         self.max_length = engine.options.max_length
+        self.kv_tokens = 0
         self._engine = engine
         self._streams: dict[str, tuple[Request, asyncio.Queue]] = {}
         self._asked: list[Callable[[], Awaitable | None]] = []
@@ -76,6 +77,10 @@ class JaxWorker:
                 meant[1].put_nowait(Chunk([], [], self._engine.version, "preempted"))
 
         self._ask(act)
+
+    def prioritise(self, trajectory: str, priority: int, resident: bool) -> None:
+        if not self._closed:
+            self._ask(lambda: self._engine.prioritise(trajectory, priority, resident))
 
     async def release(self, trajectory: str) -> None:
         self._ask(lambda: self._engine.release(trajectory))

@@ -19,13 +19,19 @@ class Row:
 
 
 class RowTable:
-    """Rows by trajectory; an idle row (its trajectory is in a tool) is taken in order of last use when none is free."""
+    """Rows by trajectory. When none is free an idle one is taken (its trajectory is in a tool): those that are not to
+    be kept first, then in order of last use.
+
+    Attributes:
+      kept: trajectories whose KV is to be kept before others.
+    """
 
     def __init__(self, rows: int):
         self.rows = [Row() for _ in range(rows)]
         self._by_trajectory: dict[str, int] = {}
         self._idle: dict[int, None] = {}  # in order of last use, oldest first
         self._free = list(range(rows - 1, -1, -1))
+        self.kept: set[str] = set()
         self.evictions = 0
 
     @property
@@ -40,7 +46,9 @@ class RowTable:
             if self._free:
                 index = self._free.pop()
             elif self._idle:
-                index = next(iter(self._idle))
+                index = next((i for i in self._idle if self.rows[i].trajectory not in self.kept), None)
+                index = next(iter(self._idle)) if index is None else index
+                del self._idle[index]
                 del self._by_trajectory[self.rows[index].trajectory]
                 self.evictions += 1
             else:
@@ -64,6 +72,7 @@ class RowTable:
 
     def release(self, trajectory: str) -> None:
         """Frees the row of a trajectory that ended; a busy one is left alone."""
+        self.kept.discard(trajectory)
         index = self._by_trajectory.get(trajectory)
         if index is None or self.rows[index].busy:
             return

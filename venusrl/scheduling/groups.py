@@ -1,0 +1,161 @@
+"""Which groups the next batch waits for: critical groups by least predicted time to completion, and due ones."""
+
+import dataclasses
+
+from venusrl.scheduling.cut import PriorityCut
+
+DUE, CRITICAL, REST = 0, 1, 2  # classes of priority; the lower, the sooner
+
+
+@dataclasses.dataclass(slots=True)
+class OpenGroup:
+    """Attributes:
+    order: its place in the order of opening.
+    opened: version at its opening.
+    oldest: oldest start version of its trajectories; None before the first.
+    unseen: trajectories of which nothing is known yet.
+    remaining: predicted remaining tokens, by unfinished trajectory.
+    """
+
+    order: int
+    opened: int
+    unseen: int
+    oldest: int | None = None
+    remaining: dict[str, float] = dataclasses.field(default_factory=dict)
+    klass: int = REST
+    key: tuple[float, int] = (0.0, 0)
+
+
+class CriticalGroups:
+    """Ranks open groups; tells whose class has changed.
+
+    A group's predicted time is that of its longest trajectory, or of all its trajectories at their share of the slots
+    if that is more: max(longest, sum x B / slots), in tokens of one request. This is the order of shortest bottleneck
+    first for coflows (Varys, SIGCOMM 2014), with the batch's groups as the flows that are let through.
+
+    With `ranked` False a group's place is its order of opening.
+    """
+
+    def __init__(self, batch_groups: int, eta: int, ranked: bool):
+        self._batch = batch_groups
+        self._eta = eta
+        self._ranked = ranked
+        self._groups: dict[str, OpenGroup] = {}
+        self._cut = PriorityCut(batch_groups)
+        self._by_version: dict[int, set[str]] = {}
+        self._ready = 0
+        self._opened = 0
+        self._version = 0
+        self._changed: dict[str, None] = {}
+        self.slots = 1  # of all workers
+        self.typical = 1.0  # tokens that a trajectory of which nothing is known is taken to generate
+
+    def __contains__(self, group: str) -> bool:
+        return group in self._groups
+
+    def klass(self, group: str) -> int:
+        """DUE, CRITICAL or REST; groups that were never opened (evaluation) are CRITICAL."""
+        found = self._groups.get(group)
+        return CRITICAL if found is None else found.klass
+
+    def rank(self, group: str) -> tuple[float, int]:
+        """Its place in the order: ascending, coarse, so that it rarely changes."""
+        found = self._groups.get(group)
+        return (0.0, 0) if found is None else found.key
+
+    def trajectories(self, group: str) -> list[str]:
+        """Its unfinished trajectories, so far as they have been seen."""
+        found = self._groups.get(group)
+        return [] if found is None else list(found.remaining)
+
+    def changed(self) -> list[str]:
+        """Groups whose class or rank changed since the last call; closed ones left out."""
+        for group in self._cut.crossed():
+            self._classify(group)
+        changed, self._changed = self._changed, {}
+        return [group for group in changed if group in self._groups]
+
+    def open(self, group: str, size: int, version: int) -> None:
+        self._groups[group] = OpenGroup(self._opened, version, size)
+        self._opened += 1
+        self._version = max(self._version, version)
+        self._by_version.setdefault(version, set()).add(group)
+        self._place(group)
+
+    def close(self, group: str, ready: bool) -> None:
+        found = self._groups.pop(group, None)
+        if found is None:
+            return
+        self._by_version.get(self._deadline(found), set()).discard(group)
+        self._cut.remove(group)
+        self._ready += ready
+        self._resize()
+
+    def taken(self, groups: int) -> None:
+        """The trainer took `groups` ready ones."""
+        self._ready = max(0, self._ready - groups)
+        self._resize()
+
+    def published(self, version: int) -> None:
+        """Groups at their last admissible version become due."""
+        first, self._version = self._version - self._eta, version
+        for bucket in range(first, version - self._eta + 1):
+            for group in self._by_version.get(bucket, ()):
+                self._classify(group)
+
+    def started(self, group: str, version: int) -> None:
+        """A trajectory of it has tokens of `version`."""
+        found = self._groups.get(group)
+        if found is None or (found.oldest is not None and found.oldest <= version):
+            return
+        self._by_version.get(self._deadline(found), set()).discard(group)
+        found.oldest = version
+        self._by_version.setdefault(version, set()).add(group)
+        self._classify(group)
+
+    def expect(self, group: str, trajectory: str, remaining: float) -> None:
+        """Predicted remaining tokens of an unfinished trajectory."""
+        found = self._groups.get(group)
+        if found is not None:
+            if trajectory not in found.remaining and found.unseen:
+                found.unseen -= 1
+            found.remaining[trajectory] = remaining
+            self._place(group)
+
+    def ended(self, group: str, trajectory: str) -> None:
+        """A trajectory ended, whichever way."""
+        found = self._groups.get(group)
+        if found is not None and found.remaining.pop(trajectory, None) is not None:
+            self._place(group)
+
+    def _deadline(self, group: OpenGroup) -> int:
+        return group.opened if group.oldest is None else group.oldest
+
+    def _place(self, group: str) -> None:
+        found = self._groups[group]
+        place = 0.0
+        if self._ranked:
+            longest = max(found.remaining.values(), default=0.0)
+            total = sum(found.remaining.values()) + found.unseen * self.typical
+            place = max(longest, self.typical if found.unseen else 0.0, total * self._batch / self.slots)
+        self._cut.put(group, (place, found.order), 1)
+        key = (float(int(place).bit_length()), found.order)
+        if key != found.key:
+            found.key = key
+            self._changed[group] = None
+        self._classify(group)
+
+    def _classify(self, group: str) -> None:
+        found = self._groups.get(group)
+        if found is None:
+            return
+        if self._deadline(found) <= self._version - self._eta:
+            klass = DUE
+        else:
+            klass = CRITICAL if self._cut.inside(group) else REST
+        if klass != found.klass:
+            found.klass = klass
+            self._changed[group] = None
+
+    def _resize(self) -> None:
+        self._cut.resize(self._batch - self._ready % self._batch)

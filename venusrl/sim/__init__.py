@@ -1,0 +1,1 @@
+"""A discrete-event simulator: the same coordinator and policies as the live service, on a virtual clock."""

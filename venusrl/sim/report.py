@@ -1,0 +1,52 @@
+"""What a simulated run tells."""
+
+import dataclasses
+import statistics
+
+
+@dataclasses.dataclass
+class Report:
+    """Attributes:
+    batches_s: times at which batches were trained on and published, in seconds.
+    taken_s: times at which the trainer took them.
+    trained, generated, wasted: tokens that the policy generated: those trained on, all, and those thrown away.
+    prefilled: tokens of prefill; `recomputed` of them had been computed before.
+    hit: share of reusable context tokens whose KV was there.
+    active: requests in prefill or decode, averaged over time and workers.
+    decoding, prefilling: share of the workers' time spent so.
+    discards: (length, discarded) of every trajectory that ended or was discarded, in generated tokens.
+    stale: batches' trajectories by staleness, in versions.
+    preempted, migrated, retracted: counts.
+    events: events of the simulation.
+    wall_s: seconds that it took.
+    """
+
+    batches_s: list[float] = dataclasses.field(default_factory=list)
+    taken_s: list[float] = dataclasses.field(default_factory=list)
+    trained: int = 0
+    generated: int = 0
+    wasted: int = 0
+    prefilled: int = 0
+    recomputed: int = 0
+    hit: float = 0.0
+    active: float = 0.0
+    decoding: float = 0.0
+    prefilling: float = 0.0
+    discards: list[tuple[int, bool]] = dataclasses.field(default_factory=list)
+    stale: dict[int, int] = dataclasses.field(default_factory=dict)
+    preempted: int = 0
+    migrated: int = 0
+    retracted: int = 0
+    events: int = 0
+    wall_s: float = 0.0
+
+    def batch_s(self, warmup: int) -> float:
+        """Mean seconds from batch to batch, the first `warmup` left out."""
+        kept = self.batches_s[warmup:] if warmup else [0.0, *self.batches_s]
+        if len(kept) < 2:
+            raise ValueError(f"{len(self.batches_s)} batches and a warm-up of {warmup} leave nothing to measure")
+        return (kept[-1] - kept[0]) / (len(kept) - 1)
+
+    @property
+    def discard_rate(self) -> float:
+        return statistics.fmean([d for _, d in self.discards]) if self.discards else 0.0

@@ -1,0 +1,72 @@
+"""The systems that are compared: a policy, the coordinator's rule that goes with it, and what a weight update does."""
+
+import dataclasses
+import enum
+
+from venusrl.core.errors import ConfigError
+from venusrl.scheduling import POLICIES
+
+
+class Interrupt(enum.StrEnum):
+    """What happens to requests on a worker when weights change. KV is dropped in every case: it is of old weights."""
+
+    CONTINUE = "continue"  # they go on from the tokens they have
+    RETRY_TURN = "retry turn"  # the turn is generated again from its beginning
+    RESTART = "restart"  # the trajectory starts again in a new sandbox
+
+
+@dataclasses.dataclass(frozen=True)
+class System:
+    """Attributes:
+    scheduler: name of the policy.
+    rule: name of the coordinator's rule; empty for the one that goes with the policy.
+    interrupt: see Interrupt.
+    releases: KV of a trajectory that has ended is given back; otherwise it stays until it is evicted as the least
+      recently used, as in an engine that is told nothing of trajectories.
+    cancels: what runs of a discarded group is stopped; otherwise it runs to its end, and is wasted.
+    environments: trajectories alive at once, in multiples of async_factor * B * n; 0 is no limit.
+    switches: fields of SchedulerOptions that differ from their defaults.
+    """
+
+    scheduler: str
+    rule: str = ""
+    interrupt: Interrupt = Interrupt.CONTINUE
+    releases: bool = False
+    cancels: bool = True
+    environments: float = 0.0
+    switches: tuple[tuple[str, object], ...] = ()
+
+    def __post_init__(self):
+        if self.scheduler not in POLICIES:
+            raise ConfigError(f"scheduler={self.scheduler!r} is unknown; one of {', '.join(POLICIES)}")
+
+
+SYSTEMS: dict[str, System] = {
+    "venus": System("venus", releases=True),
+    # slime's abort-all makes an agent's call fail, and its agent examples build a new session then. `slime_resume` is
+    # kinder than the code: the trajectory goes on. Neither bounds the age of what is trained on; `_bounded` does, as
+    # VenusRL does, by discarding.
+    "slime": System("slime", interrupt=Interrupt.RESTART),
+    "slime_resume": System("slime"),
+    "slime_bounded": System("slime", "discarding"),
+    "slime_step": System("slime_step"),  # nothing runs while weights change
+    "rollflash": System("rollflash", interrupt=Interrupt.RETRY_TURN, cancels=False, environments=1.0),
+    # A router needs a host; this one lets requests go on over a weight update, as SkyRL's does.
+    "thunderagent": System("thunderagent"),
+    "thunderagent_documented": System("thunderagent", switches=(("thunderagent", "as_documented"),)),
+    "thunderagent_tuned": System("thunderagent", switches=(("thunderagent", "tuned"),)),
+    "thunderagent_bounded": System("thunderagent", "discarding"),
+    "areal": System("areal"),
+    "fcfs_trajectory": System("fcfs_trajectory", releases=True),
+    "fcfs_action": System("fcfs_action", releases=True),
+    "fcfs_priority": System("fcfs_priority", releases=True),
+}
+
+
+def system(name: str) -> System:
+    """Raises:
+    ConfigError: no such system.
+    """
+    if name not in SYSTEMS:
+        raise ConfigError(f"system {name!r} is unknown; one of {', '.join(SYSTEMS)}")
+    return SYSTEMS[name]
