@@ -5,7 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from venusrl.scheduling.groups import CRITICAL, DUE, REST, CriticalGroups
+from venusrl.scheduling.groups import CRITICAL, DUE, REST, CriticalGroups, coarse
 
 
 class Plain:
@@ -21,7 +21,7 @@ class Plain:
         if not self.ranked:
             return (0.0, group["order"])
         lengths = [*group["remaining"].values(), *[1.0] * group["unseen"]]
-        return (max([0.0, *lengths, sum(lengths) * self.batch / self.slots]), group["order"])
+        return (coarse(max([0.0, *lengths, sum(lengths) * self.batch / self.slots])), group["order"])
 
     def klass(self, name: str) -> int:
         group = self.groups[name]
@@ -70,7 +70,7 @@ def test_classes_are_what_ranking_gives(seed):
             group = plain.groups[name]
             group["unseen"] -= trajectory not in group["remaining"] and group["unseen"] > 0
             group["remaining"][trajectory] = length
-            groups.expect(name, trajectory, length)
+            groups.expect(name, {trajectory: length})
         else:
             name, trajectory = rng.choice(names), f"t{rng.randrange(3)}"
             plain.groups[name]["remaining"].pop(trajectory, None)
@@ -90,7 +90,7 @@ def test_a_group_that_was_never_opened_is_critical():
 def test_closing_twice_or_the_unknown_is_ignored():
     groups = CriticalGroups(2, 0, True)
     groups.close("g9", True)
-    groups.expect("g9", "t", 1.0)
+    groups.expect("g9", {"t": 1.0})
     groups.ended("g9", "t")
     groups.started("g9", 0)
     assert groups.changed() == []

@@ -1,10 +1,12 @@
 """Which groups the next batch waits for: critical groups by least predicted time to completion, and due ones."""
 
 import dataclasses
+import math
 
 from venusrl.scheduling.cut import PriorityCut
 
 DUE, CRITICAL, REST = 0, 1, 2  # classes of priority; the lower, the sooner
+STEPS = 8  # places are told apart in so many steps to a doubling, so that the order does not change at every token
 
 
 @dataclasses.dataclass(slots=True)
@@ -23,7 +25,11 @@ class OpenGroup:
     oldest: int | None = None
     remaining: dict[str, float] = dataclasses.field(default_factory=dict)
     klass: int = REST
-    key: tuple[float, int] = (0.0, 0)
+
+
+def coarse(tokens: float) -> int:
+    """A length in steps of 2^(1 / STEPS)."""
+    return int(STEPS * math.log2(tokens)) if tokens > 1 else 0
 
 
 class CriticalGroups:
@@ -31,7 +37,8 @@ class CriticalGroups:
 
     A group's predicted time is that of its longest trajectory, or of all its trajectories at their share of the slots
     if that is more: max(longest, sum x B / slots), in tokens of one request. This is the order of shortest bottleneck
-    first for coflows (Varys, SIGCOMM 2014), with the batch's groups as the flows that are let through.
+    first for coflows (Varys, SIGCOMM 2014), with the batch's groups as the flows that are let through. Equal ones go in
+    the order in which they were opened.
 
     With `ranked` False a group's place is its order of opening.
     """
@@ -58,18 +65,13 @@ class CriticalGroups:
         found = self._groups.get(group)
         return CRITICAL if found is None else found.klass
 
-    def rank(self, group: str) -> tuple[float, int]:
-        """Its place in the order: ascending, coarse, so that it rarely changes."""
-        found = self._groups.get(group)
-        return (0.0, 0) if found is None else found.key
-
     def trajectories(self, group: str) -> list[str]:
         """Its unfinished trajectories, so far as they have been seen."""
         found = self._groups.get(group)
         return [] if found is None else list(found.remaining)
 
     def changed(self) -> list[str]:
-        """Groups whose class or rank changed since the last call; closed ones left out."""
+        """Groups whose class changed since the last call; closed ones left out."""
         for group in self._cut.crossed():
             self._classify(group)
         changed, self._changed = self._changed, {}
@@ -113,13 +115,14 @@ class CriticalGroups:
         self._by_version.setdefault(version, set()).add(group)
         self._classify(group)
 
-    def expect(self, group: str, trajectory: str, remaining: float) -> None:
-        """Predicted remaining tokens of an unfinished trajectory."""
+    def expect(self, group: str, remaining: dict[str, float]) -> None:
+        """Predicted remaining tokens of some of its unfinished trajectories."""
         found = self._groups.get(group)
         if found is not None:
-            if trajectory not in found.remaining and found.unseen:
-                found.unseen -= 1
-            found.remaining[trajectory] = remaining
+            for trajectory in remaining:
+                if trajectory not in found.remaining and found.unseen:
+                    found.unseen -= 1
+            found.remaining.update(remaining)
             self._place(group)
 
     def ended(self, group: str, trajectory: str) -> None:
@@ -133,16 +136,13 @@ class CriticalGroups:
 
     def _place(self, group: str) -> None:
         found = self._groups[group]
-        place = 0.0
+        place = 0
         if self._ranked:
             longest = max(found.remaining.values(), default=0.0)
             total = sum(found.remaining.values()) + found.unseen * self.typical
-            place = max(longest, self.typical if found.unseen else 0.0, total * self._batch / self.slots)
+            tokens = max(longest, self.typical if found.unseen else 0.0, total * self._batch / self.slots)
+            place = coarse(tokens)
         self._cut.put(group, (place, found.order), 1)
-        key = (float(int(place).bit_length()), found.order)
-        if key != found.key:
-            found.key = key
-            self._changed[group] = None
         self._classify(group)
 
     def _classify(self, group: str) -> None:

@@ -42,6 +42,7 @@ IN_TOOL, READY, RUNNING = "in tool", "ready", "running"
 class _Trajectory:
     """Attributes:
     seq: order of arrival.
+    remaining: predicted tokens to come.
     home: the worker on which it waits, runs or was last; None without a worker.
     counted: tokens of context that its home counts.
     kv: the worker that has its KV; None before it ran.
@@ -51,6 +52,7 @@ class _Trajectory:
     group: str
     seq: int
     key: tuple
+    remaining: float = 1.0
     context: int = 0
     generated: int = 0
     state: str = IN_TOOL
@@ -108,7 +110,7 @@ class Venus:
         del now
         for group in self._groups.changed():
             for name in self._groups.trajectories(group):
-                self._rekey(name)
+                self._rekey(name, self._trajectories[name])
         decisions: list[Decision] = []
         touched, self._touched = self._touched, {}
         for worker in touched:
@@ -131,7 +133,8 @@ class Venus:
         t.context, t.generated, t.state = e.context, e.generated, READY
         if e.start_version is not None:
             self._groups.started(e.group, e.start_version)
-        key = self._key(t, self._expect(e.trajectory, t))
+        self._expect(t.group, [e.trajectory])
+        key = self._key(t)
         self._arrived[e.trajectory] = None
         if t.home is None:
             t.key = key
@@ -167,13 +170,16 @@ class Venus:
             return
         self._lengths.finished(e.trajectory, e.group, t.generated, t.context)
         self._groups.typical = self._lengths.typical
-        for mate in self._groups.trajectories(e.group):
-            self._rekey(mate)
+        mates = self._groups.trajectories(e.group)
+        self._expect(e.group, mates)
+        for mate in mates:
+            self._rekey(mate, self._trajectories[mate])
 
     def _predicted(self, e: LengthPredicted) -> None:
         t = self._trajectories.get(e.trajectory)
         if t is not None and self._lengths.observe(e, t.generated):
-            self._rekey(e.trajectory)
+            self._expect(t.group, [e.trajectory])
+            self._rekey(e.trajectory, t)
 
     def _worker_up(self, e: WorkerUp) -> None:
         if e.worker in self._homes:  # it came back before anybody missed it
@@ -204,24 +210,23 @@ class Venus:
 
     # Order
 
-    def _expect(self, name: str, t: _Trajectory) -> float:
-        remaining = self._lengths.remaining(name, t.group, t.generated)
-        self._groups.expect(t.group, name, remaining)
-        return remaining
+    def _expect(self, group: str, names: list[str]) -> None:
+        """Asks anew how long some trajectories of a group will be."""
+        for name in names:
+            t = self._trajectories[name]
+            t.remaining = self._lengths.remaining(name, group, t.generated)
+        self._groups.expect(group, {name: self._trajectories[name].remaining for name in names})
 
-    def _key(self, t: _Trajectory, remaining: float) -> tuple:
+    def _key(self, t: _Trajectory) -> tuple:
         """Ascending. Lengths enter by powers of two: the order changes when something has, not at every token."""
         klass = self._groups.klass(t.group)
-        longest = -int(remaining).bit_length() if self._predict else 0
+        longest = -int(t.remaining).bit_length() if self._predict else 0
         if klass == REST:  # those that have begun before new ones: their KV would be computed twice
-            return (klass, t.kv is None, longest, *self._groups.rank(t.group), t.seq)
+            return (klass, t.kv is None, longest, t.seq)
         return (klass, longest, t.seq)
 
-    def _rekey(self, name: str) -> None:
-        t = self._trajectories.get(name)
-        if t is None:
-            return
-        key = self._key(t, self._expect(name, t))
+    def _rekey(self, name: str, t: _Trajectory) -> None:
+        key = self._key(t)
         if key != t.key:
             self._change_key(name, t, key)
 
@@ -237,7 +242,7 @@ class Venus:
         if name in self._stuck_key:
             self._unstick(name)
             self._arrived[name] = None
-        home.cut.put(name, key, self._weight(name, t))
+        home.cut.put(name, key, self._weight(t))
         if (old[0] <= CRITICAL) != (key[0] <= CRITICAL):
             home.high += t.counted if key[0] <= CRITICAL else -t.counted
             self._homes.loaded(t.home)
@@ -298,15 +303,14 @@ class Venus:
         home.all += grown
         if t.key[0] <= CRITICAL:
             home.high += grown
-        home.cut.put(name, t.key, self._weight(name, t))
+        home.cut.put(name, t.key, self._weight(t))
         self._homes.loaded(t.home)
 
-    def _weight(self, name: str, t: _Trajectory) -> float:
+    def _weight(self, t: _Trajectory) -> float:
         """Tokens of KV to count on: its context, and half of what it is expected to grow by; less in a tool, where what
         is not kept for the next batch may be evicted.
         """
-        remaining = self._lengths.remaining(name, t.group, t.generated)
-        weight = max(1.0, t.context + GROWTH_SHARE * remaining * self._lengths.growth)
+        weight = max(1.0, t.context + GROWTH_SHARE * t.remaining * self._lengths.growth)
         return TOOL_SHARE * weight if t.state == IN_TOOL and t.key[0] == REST else weight
 
     # Decisions
