@@ -84,12 +84,14 @@ class Bounded:
 class Slime(Bounded):
     """slime's fully asynchronous rollout: completed groups first in, first out; no bound on age, nothing discarded.
 
-    Its bound on groups that are open or queued is ceil(async_factor * B) here.
+    Its bound on groups that are open or queued is ceil(async_factor * B) here; at 1.0, to be strictly on-policy, the
+    batch in training counts too.
     """
 
     def may_open(self, c: "Coordinator") -> bool:
         bound = math.ceil(c.options.async_factor * c.options.batch_groups)
-        return _room(c) and len(c.open_groups) + len(c.ready_groups) + 1 <= bound
+        training = c.in_training if c.options.async_factor == 1.0 else 0
+        return _room(c) and len(c.open_groups) + len(c.ready_groups) + training + 1 <= bound
 
     def choose(self, c: "Coordinator") -> list[Group] | None:
         return c.ready_groups[: c.options.batch_groups]

@@ -3,7 +3,7 @@
 from collections.abc import Hashable
 from typing import Any
 
-from sortedcontainers import SortedList
+from venusrl.scheduling.ordered import Ordered
 
 
 class PriorityCut:
@@ -17,8 +17,8 @@ class PriorityCut:
     def __init__(self, capacity: float):
         self._capacity = capacity
         self._items: dict[Hashable, tuple[Any, float]] = {}
-        self._inside: SortedList = SortedList()  # of (key, item)
-        self._outside: SortedList = SortedList()
+        self._inside = Ordered()  # of (key, item)
+        self._outside = Ordered()
         self._weight = 0.0
         self._crossed: dict[Hashable, bool] = {}
 
@@ -53,9 +53,11 @@ class PriorityCut:
             if old[1] == weight:
                 return
             self._items[item] = (key, weight)
-            if self.inside(item):
+            if self._inside and (key, item) <= self._inside[-1]:
                 self._weight += weight - old[1]
-            self._balance()
+                self._balance()
+            elif self._outside[0][1] == item:
+                self._balance()
             return
         before = old is not None and self.inside(item)
         if old is not None:
@@ -108,7 +110,7 @@ class PriorityCut:
                 return
             self._move(self._outside.pop(0), self._inside, True)
 
-    def _move(self, entry: tuple[Any, Hashable], to: SortedList, inside: bool) -> None:
+    def _move(self, entry: tuple[Any, Hashable], to: Ordered, inside: bool) -> None:
         to.add(entry)
         weight = self._items[entry[1]][1]
         self._weight += weight if inside else -weight

@@ -1,14 +1,12 @@
 """What a priority policy knows of the workers: who lives where, who waits and runs there, and how much room is left."""
 
 import math
-from collections.abc import Iterator
-
-from sortedcontainers import SortedList
 
 from venusrl.scheduling.cut import PriorityCut
+from venusrl.scheduling.ordered import Ordered
 
 KV_SHARE = 0.95  # of a worker's KV that its resident set may fill; the rest is for turns under way
-ROOM_STEPS = 64  # room is compared in this many steps of a worker's KV
+ROOM_STEPS = 64  # load is compared in so many steps of a worker's KV
 
 
 class Home:
@@ -21,17 +19,22 @@ class Home:
       preempting: running ones whose slot was asked back.
       high: tokens of context of those of high priority.
       all: tokens of context of everybody.
+      high_load, all_load: what `Homes` has it ordered by.
     """
 
     def __init__(self, slots: int, kv_tokens: int):
         self.slots = slots
         self.kv_tokens = kv_tokens * KV_SHARE if kv_tokens else math.inf
         self.cut = PriorityCut(self.kv_tokens)
-        self.waiting: SortedList = SortedList()
-        self.running: SortedList = SortedList()
+        self.waiting = Ordered()
+        self.running = Ordered()
         self.preempting: set[str] = set()
         self.high = 0
         self.all = 0
+        # Load is told apart in steps; where KV bounds nothing, by the number of trajectories alone.
+        self.steps = ROOM_STEPS / self.kv_tokens
+        self.coarse = 1 if math.isinf(self.kv_tokens) else max(1, slots // 8)
+        self.high_load = self.all_load = (0, 0)
 
     @property
     def free(self) -> int:
@@ -47,8 +50,8 @@ class Homes:
 
     def __init__(self):
         self._homes: dict[str, Home] = {}
-        self._order = {True: SortedList(), False: SortedList()}  # (load, worker), by "counts high priority alone"
-        self._load: dict[tuple[str, bool], tuple[float, int]] = {}
+        self._by_high = Ordered()  # of (load of high priority, worker)
+        self._by_all = Ordered()  # of (load, worker)
 
     def __len__(self) -> int:
         return len(self._homes)
@@ -59,39 +62,35 @@ class Homes:
     def __contains__(self, worker: str) -> bool:
         return worker in self._homes
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._homes)
-
     @property
     def slots(self) -> int:
         return sum(home.slots for home in self._homes.values())
 
     def add(self, worker: str, home: Home) -> None:
         self._homes[worker] = home
-        self.loaded(worker)
+        self._by_high.add((home.high_load, worker))
+        self._by_all.add((home.all_load, worker))
 
     def remove(self, worker: str) -> Home:
         home = self._homes.pop(worker)
-        for high in (True, False):
-            self._order[high].remove((self._load.pop((worker, high)), worker))
+        self._by_high.remove((home.high_load, worker))
+        self._by_all.remove((home.all_load, worker))
         return home
 
     def loaded(self, worker: str) -> None:
         """To be called when `high`, `all` or the number of trajectories of a worker has changed."""
         home = self._homes[worker]
-        for high in (True, False):
-            tokens = home.high if high else home.all
-            if home.kv_tokens == math.inf:
-                load = (0.0, len(home.cut))
-            else:
-                load = (float(int(tokens / home.kv_tokens * ROOM_STEPS)), len(home.cut) * 8 // max(1, home.slots))
-            old = self._load.get((worker, high))
-            if old != load:
-                if old is not None:
-                    self._order[high].remove((old, worker))
-                self._order[high].add((load, worker))
-                self._load[worker, high] = load
+        count = len(home.cut) // home.coarse
+        high, everybody = (int(home.high * home.steps), count), (int(home.all * home.steps), count)
+        if high != home.high_load:
+            self._by_high.remove((home.high_load, worker))
+            self._by_high.add((high, worker))
+            home.high_load = high
+        if everybody != home.all_load:
+            self._by_all.remove((home.all_load, worker))
+            self._by_all.add((everybody, worker))
+            home.all_load = everybody
 
     def least_loaded(self, high: bool) -> str:
         """The worker with most room for a trajectory of high priority, or of any."""
-        return self._order[high][0][1]
+        return (self._by_high if high else self._by_all)[0][1]

@@ -1,18 +1,17 @@
 """Actions by priority: the groups that unblock the next batch get the slots, keep their KV, and move to where room is.
 
-Every trajectory has a home, the worker with its KV, and a key: due groups first, then critical ones (the longest
-remaining first, for the batch waits for its slowest), then the others, likewise. On each worker the
+Every trajectory has a home, the worker with its KV, and a key: those of due groups first, then of critical ones, then
+the others; in each class the longest remaining first, for the batch waits for its slowest. On each worker the
 trajectories in front whose KV fits are its resident set; with `demotion`, the others wait until there is room.
 """
 
 import dataclasses
 
-from sortedcontainers import SortedList
-
 from venusrl.scheduling.groups import CRITICAL, REST, CriticalGroups
 from venusrl.scheduling.homes import Home, Homes
 from venusrl.scheduling.lengths import Lengths
 from venusrl.scheduling.options import SchedulerOptions
+from venusrl.scheduling.ordered import Ordered
 from venusrl.scheduling.protocol import (
     ActionDone,
     ActionReady,
@@ -31,9 +30,9 @@ from venusrl.scheduling.protocol import (
     WorkerUp,
 )
 
-GROWTH_SHARE = 0.5  # of a trajectory's expected growth that its place in KV allows for: others end meanwhile
+GROWTH_SHARE = 0.25  # of a trajectory's expected growth that its place in KV allows for: others end meanwhile
 TOOL_SHARE = 0.5  # of its place that a trajectory of low priority claims while it is in a tool
-MOVES = 4  # waiting actions that one call of `decide` tries to move
+MOVES = 2  # waiting actions that one call of `decide` tries to move
 
 IN_TOOL, READY, RUNNING = "in tool", "ready", "running"
 
@@ -75,7 +74,7 @@ class Venus:
         self._trajectories: dict[str, _Trajectory] = {}
         self._homes = Homes()
         self._homeless: dict[str, None] = {}  # ready, while there is no worker
-        self._stuck: SortedList = SortedList()  # of (key, trajectory): ready, and not admitted at home
+        self._stuck = Ordered()  # of (key, trajectory): ready, and not admitted at home
         self._stuck_key: dict[str, tuple] = {}
         self._arrived: dict[str, None] = {}  # ready since the last decision
         self._touched: dict[str, None] = {}  # workers at which something changed
@@ -218,12 +217,17 @@ class Venus:
         self._groups.expect(group, {name: self._trajectories[name].remaining for name in names})
 
     def _key(self, t: _Trajectory) -> tuple:
-        """Ascending. Lengths enter by powers of two: the order changes when something has, not at every token."""
+        """Ascending: class, those that have begun before new ones, the longest first, order of arrival.
+
+        Length enters by powers of two, and stays as it was when the trajectory began or came into its class: to trade
+        places with an equal costs the KV of one of them.
+        """
         klass = self._groups.klass(t.group)
-        longest = -int(t.remaining).bit_length() if self._predict else 0
-        if klass == REST:  # those that have begun before new ones: their KV would be computed twice
-            return (klass, t.kv is None, longest, t.seq)
-        return (klass, longest, t.seq)
+        if t.kv is not None and t.key[0] == klass:
+            longest = t.key[2]
+        else:
+            longest = -int(t.remaining).bit_length() if self._predict else 0
+        return (klass, t.kv is None, longest, t.seq)
 
     def _rekey(self, name: str, t: _Trajectory) -> None:
         key = self._key(t)
@@ -307,8 +311,8 @@ class Venus:
         self._homes.loaded(t.home)
 
     def _weight(self, t: _Trajectory) -> float:
-        """Tokens of KV to count on: its context, and half of what it is expected to grow by; less in a tool, where what
-        is not kept for the next batch may be evicted.
+        """Tokens of KV to count on: its context, and a share of what it is expected to grow by; less in a tool, where
+        what is not kept for the next batch may be evicted.
         """
         weight = max(1.0, t.context + GROWTH_SHARE * t.remaining * self._lengths.growth)
         return TOOL_SHARE * weight if t.state == IN_TOOL and t.key[0] == REST else weight
@@ -369,7 +373,7 @@ class Venus:
 
     def _move(self, decisions: list[Decision], touched: dict[str, None]) -> None:
         """Actions that wait at a worker without a place for them go to the one with most room, if it has one."""
-        for key, name in list(self._stuck[:MOVES]):
+        for key, name in self._stuck[:MOVES]:
             t = self._trajectories[name]
             high = key[0] <= CRITICAL
             worker = self._homes.least_loaded(high)
