@@ -126,3 +126,33 @@ class TrainerCost:
     def publish_s(self, tensor: int) -> float:
         """Seconds until every worker has new weights, broadcast shard by shard."""
         return self.model.num_params * BYTES / tensor / self.device.link
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured(EngineCost):
+    """A cost measured on a live worker. Attributes:
+    kv_tokens: tokens of KV that it holds.
+    decode: (requests, seconds of a step) at some batch sizes, ascending; linear in between, constant outside.
+    prefill_fixed_s, prefill_token_s: of a pass, and of each of its tokens.
+    """
+
+    kv_tokens: int
+    decode: tuple[tuple[int, float], ...]
+    prefill_fixed_s: float
+    prefill_token_s: float
+
+    def decode_s(self, requests: int, kv_tokens: float) -> float:
+        del kv_tokens
+        (low, low_s), *rest = self.decode
+        for high, high_s in rest:
+            if requests < high:
+                share = max(0.0, (requests - low) / (high - low))
+                return low_s + share * (high_s - low_s)
+            low, low_s = high, high_s
+        return low_s
+
+    def prefill_s(self, chunks: list[tuple[int, int]]) -> float:
+        return self.prefill_fixed_s + self.prefill_token_s * sum(new for new, _ in chunks)
+
+    def transfer_s(self, tokens: int) -> float:
+        return self.prefill_s([(tokens, 0)])  # it has no way to move KV, and computes it again

@@ -1,0 +1,49 @@
+"""Measures what an engine's steps cost, for the simulator."""
+
+import statistics
+import time
+
+from venusrl.rollout.engine.engine import Engine
+from venusrl.rollout.worker import Request
+from venusrl.sim.cost import Measured
+
+
+def measured_cost(engine: Engine, kv_tokens: int, repeats: int = 5) -> Measured:
+    """Times decode at 1, half of and all slots, and prefill of short and long prompts. The engine must be idle."""
+    slots, length = engine.options.slots, engine.options.max_length
+    decode = []
+    for requests in sorted({1, max(1, slots // 2), slots}):
+        steps = [_decode_step_s(engine, requests) for _ in range(repeats + 1)][1:]  # the first compiles
+        decode.append((requests, statistics.median(steps)))
+    step_s = decode[0][1] * engine.options.decode_steps
+    short, long = 17, length // 2
+    times = {n: statistics.median([_first_chunk_s(engine, n) for _ in range(repeats + 1)][1:]) for n in (short, long)}
+    token_s = max(0.0, (times[long] - times[short]) / (long - short))
+    return Measured(kv_tokens, tuple(decode), max(0.0, times[short] - step_s - short * token_s), token_s)
+
+
+def _decode_step_s(engine: Engine, requests: int) -> float:
+    """Seconds of a token for each of `requests`."""
+    chunks = 4
+    for i in range(requests):
+        engine.submit(Request(f"decode/{i}", [1, 2, 3], (chunks + 1) * engine.options.decode_steps, seed=i))
+    engine.step()
+    began = time.perf_counter()
+    for _ in range(chunks):
+        engine.step()
+    took = time.perf_counter() - began
+    for i in range(requests):
+        engine.cancel(f"decode/{i}")
+        engine.release(f"decode/{i}")
+    return took / (chunks * engine.options.decode_steps)
+
+
+def _first_chunk_s(engine: Engine, tokens: int) -> float:
+    """Seconds of one prefill and one chunk."""
+    engine.submit(Request("prefill/0", [1] * tokens, engine.options.decode_steps))
+    began = time.perf_counter()
+    while engine.busy:
+        engine.step()
+    took = time.perf_counter() - began
+    engine.release("prefill/0")
+    return took

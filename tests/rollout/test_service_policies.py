@@ -1,0 +1,128 @@
+"""The service under every scheduling policy, and what a policy decides carried out: priority, waking, a lost worker."""
+
+import asyncio
+
+import pytest
+
+from venusrl.core.errors import WorkerError
+from venusrl.core.group import Group
+from venusrl.core.trajectory import Trajectory
+from venusrl.scheduling import POLICIES, SchedulerOptions, make_policy
+from venusrl.scheduling.protocol import ActionReady, Admit, Prioritise, Wake
+
+from .bench import SCRIPT, Bench, until
+from .scripted import ScriptedEnv, ScriptedWorker
+
+pytestmark = pytest.mark.timeout(30)
+
+
+class Loose(Bench):
+    """A Bench over a policy that keeps no `Slots`."""
+
+    def check_idle(self) -> None:
+        assert all(not w.running for w in self.workers)
+        assert self.service.waiting == 0 and self.service.outcomes.empty()
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+async def test_every_policy_brings_every_trajectory_to_its_end(name):
+    policy = make_policy(name, SchedulerOptions(batch_groups=2, eta=1))
+    workers = ScriptedWorker(SCRIPT, "v", slots=2), ScriptedWorker(SCRIPT, "w", slots=1)
+    bench = Loose(*workers, policy=policy)
+    for g in range(4):
+        group = Group(f"g{g}", g, 0, 0, [Trajectory(f"g{g}/{i}", f"g{g}", i, seed=i) for i in range(3)])
+        bench.service.open_group(group)
+        for t in group.trajectories:
+            bench.service.start(t, ScriptedEnv(turns=1 + t.index))
+    ended: dict[str, int] = {}
+    for _ in range(12):
+        outcome = await bench.outcome()
+        assert outcome.lost is None and outcome.trajectory.reward == 1.0
+        group = outcome.trajectory.group_id
+        ended[group] = ended.get(group, 0) + 1
+        if ended[group] == 3:
+            bench.service.close_group(group)
+        if list(ended.values()).count(3) == 2 and ended[group] == 3:
+            bench.service.batch_taken(2)
+            await bench.service.update_weights(None, 1)
+    assert [w.most_running <= w.slots for w in workers] == [True, True]
+    assert all(not w.standing for w in workers)
+    bench.check_idle()
+    await bench.service.close()
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+async def test_every_policy_goes_on_when_a_worker_fails(name):
+    policy = make_policy(name, SchedulerOptions(batch_groups=2, eta=1))
+    bad, good = ScriptedWorker(SCRIPT, "bad", slots=2), ScriptedWorker(SCRIPT, "good", slots=2)
+    bench = Loose(bad, good, policy=policy)
+    bad.gate.clear()
+    trajectories = [bench.start(ScriptedEnv(turns=2), f"g{i}/0", seed=i) for i in range(8)]
+    await until(lambda: len(bad.running) == 2)
+    on_bad = set(bad.running)
+    bad.failure = WorkerError("worker bad failed")
+    bad.fail = lambda request: bad.failure
+    bad.gate.set()
+    lost = []
+    for _ in trajectories:
+        outcome = await bench.outcome()
+        if outcome.lost is not None:
+            lost.append(outcome.trajectory.id)
+    assert set(lost) == on_bad
+    assert len(bad.requests) == 2, "a worker that has failed was given more"
+    await bench.service.update_weights(None, 1)
+    assert good.version == 1
+    bench.check_idle()
+
+
+class Saying:
+    """Admits at once, and says what a test wants said."""
+
+    def __init__(self, *decisions):
+        self.decisions = list(decisions)
+        self.asked: list[float] = []
+        self.seen: list = []
+
+    def observe(self, event):
+        self.seen.append(event)
+        if isinstance(event, ActionReady):
+            self.decisions.append(Admit(event.trajectory, "w"))
+
+    def decide(self, now):
+        self.asked.append(now)
+        said, self.decisions = self.decisions, []
+        return said
+
+
+async def test_priority_reaches_the_worker_at_admission_and_while_it_runs():
+    policy = Saying()
+    bench = Loose(ScriptedWorker(SCRIPT, "w"), policy=policy)
+    bench.worker.gate.clear()
+    policy.decisions.append(Prioritise("g0/0", 2, True))  # before it has a worker
+    bench.start(ScriptedEnv(turns=1), "g0/0")
+    await until(lambda: bench.worker.running)
+    assert bench.worker.standing == {"g0/0": (2, True)}
+    policy.decisions.append(Prioritise("g0/0", 0, False))
+    bench.start(ScriptedEnv(turns=1), "g0/1")
+    await until(lambda: len(bench.worker.running) == 2)
+    assert bench.worker.standing == {"g0/0": (0, False)}
+    bench.worker.gate.set()
+    for _ in range(2):
+        await bench.outcome()
+    assert bench.worker.standing == {}
+
+
+async def test_a_policy_is_asked_again_when_it_wants_to_be():
+    policy = Saying()
+    bench = Loose(ScriptedWorker(SCRIPT, "w"), policy=policy)
+    policy.decisions += [Wake(bench.service._clock.now() + 0.02), Wake(bench.service._clock.now() + 0.05)]
+    await bench.run(ScriptedEnv(turns=1))
+    asked = len(policy.asked)
+    await asyncio.sleep(0.1)
+    assert len(policy.asked) == asked + 2
+    policy.decisions.append(Wake(bench.service._clock.now() + 0.02))
+    await bench.run(ScriptedEnv(turns=1))
+    asked = len(policy.asked)
+    await bench.service.close()
+    await asyncio.sleep(0.05)
+    assert len(policy.asked) == asked, "asked after the service was closed"
