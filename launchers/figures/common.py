@@ -1,5 +1,6 @@
 """What the figures share: simulated cells run in parallel, rows of results, and the files they are written to."""
 
+import contextlib
 import csv
 import dataclasses
 import gc
@@ -28,6 +29,9 @@ import matplotlib.pyplot as plt
 QUICK = flags.DEFINE_bool("quick", False, "A quarter of cluster and batch, few updates: a look, not a result.")
 SEEDS = flags.DEFINE_integer("seeds", 0, "Seeds of each cell; 0 is one.", lower_bound=0)
 WORKDIR = flags.DEFINE_string("workdir", "runs/figures", "Folder for the files.")
+TRACE = flags.DEFINE_string(
+    "trace", "", "Trace of real runs with memory series, for Figure 2; empty leaves memory out."
+)
 JOBS = flags.DEFINE_integer("jobs", 0, "Processes at once; 0 is one a core.", lower_bound=0)
 
 GROUP = 8
@@ -43,12 +47,14 @@ class Settings:
     seeds: of each cell.
     workdir: where files go.
     jobs: processes at once.
+    trace: file of real runs; empty for none.
     """
 
     quick: bool
     seeds: int
     workdir: Path
     jobs: int
+    trace: str = ""
 
     @property
     def updates(self) -> int:
@@ -155,10 +161,11 @@ def run_cells(cells: Iterable[Cell], jobs: int) -> dict[Cell, Outcome]:
     """All of them, the longest first."""
     ordered = sorted(set(cells), key=lambda c: -c.batch * c.async_factor * c.updates)
     results: dict[Cell, Outcome] = {}
-    with ProcessPoolExecutor(jobs) as pool:
+    with ProcessPoolExecutor(jobs) if jobs > 1 else contextlib.nullcontext() as pool:
+        each = pool.map if pool else map
         problems = list(dict.fromkeys(cell.problem for cell in ordered))
-        bound = dict(zip(problems, pool.map(bound_s, problems), strict=True))
-        for number, (cell, outcome) in enumerate(zip(ordered, pool.map(run_cell, ordered), strict=True), 1):
+        bound = dict(zip(problems, each(bound_s, problems), strict=True))
+        for number, (cell, outcome) in enumerate(zip(ordered, each(run_cell, ordered), strict=True), 1):
             outcome = dataclasses.replace(outcome, bound_fraction=bound[cell.problem] / outcome.total_s)
             results[cell] = outcome
             logging.info(
@@ -219,7 +226,7 @@ def write(settings: Settings, name: str, rows: list[Row], figure: plt.Figure) ->
 def settings() -> Settings:
     """From the flags."""
     seeds = SEEDS.value or 1
-    return Settings(QUICK.value, seeds, Path(WORKDIR.value), JOBS.value or os.cpu_count() or 1)
+    return Settings(QUICK.value, seeds, Path(WORKDIR.value), JOBS.value or os.cpu_count() or 1, TRACE.value)
 
 
 def program(make: Callable[[Settings], list[Row]]) -> None:
@@ -227,6 +234,7 @@ def program(make: Callable[[Settings], list[Row]]) -> None:
 
     def main(argv: list[str]) -> None:
         del argv
+        logging.set_verbosity(logging.INFO)
         make(settings())
 
     app.run(main)

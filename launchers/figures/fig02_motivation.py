@@ -13,11 +13,7 @@ import json
 import statistics
 from pathlib import Path
 
-from absl import flags
-
 from launchers.figures.common import QUICK_SCALE, Cell, Row, Settings, plt, program, row, run_cells, write
-
-_TRACE = flags.DEFINE_string("trace", "", "Trace of real runs with memory series; empty leaves memory out.")
 
 NAME = "fig02_motivation"
 SLOTS = 64
@@ -33,7 +29,7 @@ def make(settings: Settings) -> list[Row]:
     fractions = [results[c].bound_fraction for c in cells]
     where = "64 slots held through tools"
     rows = [row(NAME, where, "active share of slots", 0.765, shares, fractions)]
-    series = memory_series(Path(_TRACE.value)) if _TRACE.value else []
+    series = memory_series(Path(settings.trace)) if settings.trace else []
     memory = statistics.fmean(statistics.fmean(s) for s in series) / CEILING_MB if series else None
     measured = Row(
         NAME, f"{len(series)} runs, {CEILING_MB} MB declared", "used share of memory", 0.08, memory, "trace", 1

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from venusrl.observe.run_log import read_jsonl
+from venusrl.scheduling import POLICIES
 
 from . import programs
 from .programs import STEPS
@@ -242,3 +243,12 @@ def test_a_mistake_is_one_line(mistakes, mistake, words):
     assert "Traceback" not in output
     assert len(lines) == 1, output
     assert all(word in lines[0] for word in words), lines[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheduler", [name for name in sorted(POLICIES) if name != "venus"])
+def test_every_scheduler_trains(scheduler, checkpoint, tmp_path):
+    """Asynchronously, so that the rule that goes with it has something to say; `venus` is every other test's."""
+    code, output = programs.run(tmp_path, checkpoint, scheduler__name=scheduler, async_factor=2.0)
+    assert code == 0, output
+    assert programs.steps(tmp_path) == list(range(1, STEPS + 1))

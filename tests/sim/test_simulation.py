@@ -138,6 +138,8 @@ def test_what_cannot_work_is_refused():
         system("slim")
     with pytest.raises(ConfigError, match="scheduler='lifo' is unknown"):
         System("lifo")
+    with pytest.raises(ConfigError, match=r"switch 'residence' is unknown; one of demotion, migration"):
+        System("venus", switches=(("residence", False),))
     with pytest.raises(ConfigError, match=r"prediction='noisy:2' is unknown|rank correlation 2.0"):
         make_prediction("noisy:2", 0)
     with pytest.raises(ConfigError, match="prediction='gut' is unknown"):

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 
 from venusrl.core.errors import ConfigError
-from venusrl.scheduling import POLICIES
+from venusrl.scheduling import POLICIES, SchedulerOptions
 
 
 class Interrupt(enum.StrEnum):
@@ -39,6 +39,10 @@ class System:
     def __post_init__(self):
         if self.scheduler not in POLICIES:
             raise ConfigError(f"scheduler={self.scheduler!r} is unknown; one of {', '.join(POLICIES)}")
+        known = {field.name for field in dataclasses.fields(SchedulerOptions)} - {"batch_groups", "eta"}
+        for name, _ in self.switches:
+            if name not in known:
+                raise ConfigError(f"switch {name!r} is unknown; one of {', '.join(sorted(known))}")
 
 
 SYSTEMS: dict[str, System] = {
