@@ -1,4 +1,4 @@
-"""Measures what an engine's steps cost, for the simulator."""
+"""Measures what an engine's steps cost, and what a turn costs around them, for the simulator."""
 
 import statistics
 import time
@@ -20,6 +20,19 @@ def measured_cost(engine: Engine, kv_tokens: int, repeats: int = 5) -> Measured:
     times = {n: statistics.median([_first_chunk_s(engine, n) for _ in range(repeats + 1)][1:]) for n in (short, long)}
     token_s = max(0.0, (times[long] - times[short]) / (long - short))
     return Measured(kv_tokens, tuple(decode), max(0.0, times[short] - step_s - short * token_s), token_s)
+
+
+def admit_s(turn_s: float, cost: Measured, engine: Engine, output: int, observation: int) -> float:
+    """Seconds from admission until the engine has a request.
+
+    What a turn of `turn_s` without a tool, measured on an idle service, has beyond its steps, and half a host turn: in
+    a busy engine a request waits for the one under way.
+
+    Args:
+      turn_s: seconds of a turn that generates `output` tokens after an observation of `observation` tokens.
+    """
+    steps = cost.prefill_s([(observation, 0)]) + output * cost.decode_s(1, 0)
+    return max(0.0, turn_s - steps) + engine.options.decode_steps * cost.decode_s(engine.options.slots, 0) / 2
 
 
 def _decode_step_s(engine: Engine, requests: int) -> float:

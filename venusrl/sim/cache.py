@@ -3,6 +3,8 @@
 A trajectory's context is its group's prompt (one copy for all of the group) and a tail of its own. Running tails are
 pinned. Of the others, pages go from the end of a tail, those without a reference first, then those with fewest, the
 least recently used first among equals; a prompt goes when no tail leans on it.
+
+An engine without pages (the JAX engine) keeps a row a trajectory: `rows` of them, and one is given up as a whole.
 """
 
 import heapq
@@ -32,10 +34,12 @@ class PrefixCache:
       prompts: tokens of prompts, one copy a group.
     """
 
-    def __init__(self, capacity: int, page: int = 16):
+    def __init__(self, capacity: int, page: int = 16, rows: int = 0):
         self.capacity = capacity // page * page
         self.page = page
         self.running = self.tails = self.prompts = 0
+        self._rows = rows  # 0 is no bound
+        self._occupied = 0  # tails that run or are cached
         self._tails: dict[str, _Tail] = {}
         self._prompts: dict[str, _Prompt] = {}
         self._references: dict[str, int] = {}  # resident trajectories, by group
@@ -72,6 +76,7 @@ class PrefixCache:
             tail = self._tails[name] = _Tail(group)
         self.tails -= tail.tokens
         if tail.tokens == 0:
+            self._take_row()
             found.leaning += 1
         tail.tokens = 0
         tail.stamp = -1
@@ -85,7 +90,7 @@ class PrefixCache:
         tail.last = now
         self.tails += tail.tokens
         if tail.tokens == 0:
-            self._lean_less(tail.group)
+            self._left(tail)
         self._push_tail(name, tail)
 
     def insert(self, name: str, group: str, prompt: int, tokens: int, now: float) -> None:
@@ -97,6 +102,9 @@ class PrefixCache:
         tail = self._tails.setdefault(name, _Tail(group))
         fresh = max(0, tokens - prompt) // self.page * self.page
         if tail.tokens == 0 and fresh:
+            if not self._take_row():
+                self._occupied -= 1
+                return  # every row runs
             found.leaning += 1
         self.tails += fresh - tail.tokens
         tail.tokens, tail.last = fresh, now
@@ -125,7 +133,7 @@ class PrefixCache:
         if tail.resident:
             self._references[tail.group] -= 1
         if tail.tokens:
-            self._lean_less(tail.group)
+            self._left(tail)
 
     def make_room(self, tokens: float) -> bool:
         """Evicts until `tokens` more fit; False where they cannot."""
@@ -143,7 +151,7 @@ class PrefixCache:
                 if tail.tokens:
                     heapq.heappush(self._heap, (references, last, stamp, True, name))
                 else:
-                    self._lean_less(tail.group)
+                    self._left(tail)
             else:
                 found = self._prompts.get(name)
                 if found is None or found.stamp != stamp or found.leaning:
@@ -159,9 +167,24 @@ class PrefixCache:
             tail.tokens = 0
         self._prompts.clear()
         self._heap.clear()
-        self.tails = self.prompts = 0
+        self.tails = self.prompts = self._occupied = 0
 
-    def _lean_less(self, group: str) -> None:
+    def _take_row(self) -> bool:
+        """Takes a row, and another trajectory's if it must; whether there was one."""
+        while self._rows and self._occupied >= self._rows and self._heap:
+            *_, stamp, is_tail, name = heapq.heappop(self._heap)
+            tail = self._tails.get(name) if is_tail else None
+            if tail is not None and tail.stamp == stamp and tail.tokens:
+                self.tails -= tail.tokens
+                tail.tokens = 0
+                self._left(tail)
+        self._occupied += 1
+        return not self._rows or self._occupied <= self._rows
+
+    def _left(self, tail: _Tail) -> None:
+        """Nothing of a tail is here any more."""
+        self._occupied -= 1
+        group = tail.group
         found = self._prompts.get(group)
         if found is None:
             return

@@ -151,8 +151,9 @@ class Simulation:
 
     def worker_up(self, name: str) -> None:
         """A worker joins."""
-        self.workers[name] = SimWorker(name, self._cluster.slots, self._cluster.engine)
-        self._tell(WorkerUp(self.now, name, self._cluster.slots, self._cluster.engine.kv_tokens))
+        c = self._cluster
+        self.workers[name] = SimWorker(name, c.slots, c.engine, rows=c.slots if c.rows else 0)
+        self._tell(WorkerUp(self.now, name, c.slots, 0 if c.rows else c.engine.kv_tokens))
 
     def worker_down(self, name: str) -> None:
         """A worker is lost, with its KV; its requests go on elsewhere from the tokens they have."""
@@ -214,7 +215,7 @@ class Simulation:
             elif kind is Prioritise:
                 self._prioritise(decision)
             elif kind is Preempt:
-                self._at(self.now, self._preempt, decision.trajectory)
+                self._at(self.now + self._cluster.admit_s, self._preempt, decision.trajectory)
             elif kind is Wake:
                 self._at(decision.time, self._wake, None)
 
@@ -258,17 +259,20 @@ class Simulation:
         live, worker = self.live[decision.trajectory], self.workers[decision.worker]
         live.worker = worker
         source = self.workers.get(decision.kv_from) if decision.kv_from else None
-        if source is None or source is worker:
+        delay, held = self._cluster.admit_s, 0
+        if source is not None and source is not worker:
+            held = source.cache.held(live.name, live.trajectory.group_id, live.spec.prompt, live.context)
+            source.cache.release(live.name)
+            self.report.migrated += 1
+            delay += self._cluster.engine.transfer_s(held)
+        if not delay:
             self._submit(live)
             return
-        held = source.cache.held(live.name, live.trajectory.group_id, live.spec.prompt, live.context)
-        source.cache.release(live.name)
-        self.report.migrated += 1
         live.coming = worker
-        self._at(self.now + self._cluster.engine.transfer_s(held), self._arrive, (live, worker, held))
+        self._at(self.now + delay, self._arrive, (live, worker, held))
 
     def _arrive(self, argument: tuple[_Live, SimWorker, int]) -> None:
-        """KV has come; the action may have been taken back meanwhile."""
+        """The action, and KV that moves with it, has come; it may have been taken back meanwhile."""
         live, worker, held = argument
         if self.live.get(live.name) is not live or live.coming is not worker:
             return
