@@ -20,6 +20,10 @@ def check(cache: PrefixCache, running: dict[str, int]) -> None:
         assert prompt.leaning == len(leaning)
     for name, tail in cache._tails.items():
         assert not tail.tokens or tail.group in cache._prompts, f"{name} leans on a prompt that is gone"
+    for name, prompt in cache._prompts.items():
+        assert prompt.leaning or (-1.0, prompt.stamp, False, name) in [e[1:] for e in cache._heap], (
+            "never to be evicted"
+        )
     occupied = sum(bool(t.tokens) or n in running for n, t in cache._tails.items())
     assert cache._occupied == occupied and (not cache._rows or occupied <= cache._rows)
     for group, references in cache._references.items():

@@ -95,17 +95,18 @@ class PrefixCache:
 
     def insert(self, name: str, group: str, prompt: int, tokens: int, now: float) -> None:
         """KV of a whole context comes from another worker; room for it was made."""
+        fresh = max(0, tokens - prompt) // self.page * self.page
+        tail = self._tails.setdefault(name, _Tail(group))
+        if not fresh:
+            return
+        if tail.tokens == 0 and not self._take_row():
+            self._occupied -= 1
+            return  # every row runs
         found = self._prompts.get(group)
         if found is None:
             found = self._prompts[group] = _Prompt(self.pages(prompt))
             self.prompts += found.tokens
-        tail = self._tails.setdefault(name, _Tail(group))
-        fresh = max(0, tokens - prompt) // self.page * self.page
-        if tail.tokens == 0 and fresh:
-            if not self._take_row():
-                self._occupied -= 1
-                return  # every row runs
-            found.leaning += 1
+        found.leaning += tail.tokens == 0
         self.tails += fresh - tail.tokens
         tail.tokens, tail.last = fresh, now
         self._push_tail(name, tail)
