@@ -172,10 +172,11 @@ class PrefixCache:
 
     def _take_row(self) -> bool:
         """Takes a row, and another trajectory's if it must; whether there was one."""
-        while self._rows and self._occupied >= self._rows and self._heap:
-            *_, stamp, is_tail, name = heapq.heappop(self._heap)
-            tail = self._tails.get(name) if is_tail else None
-            if tail is not None and tail.stamp == stamp and tail.tokens:
+        if self._rows and self._occupied >= self._rows:
+            cached = [e for e in self._heap if e[3] and e[4] in self._tails and self._tails[e[4]].stamp == e[2]]
+            first = min((e for e in cached if self._tails[e[4]].tokens), default=None)
+            if first is not None:
+                tail = self._tails[first[4]]
                 self.tails -= tail.tokens
                 tail.tokens = 0
                 self._left(tail)
