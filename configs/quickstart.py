@@ -4,8 +4,9 @@
     python -m launchers.train --config=configs/quickstart.py
 
 Cost: about 6 minutes of training on two cores, 4 to 7 s an update. Held-out success on 200 tasks, at 0, 20, 40 and 60
-updates: seed 0: 0.330, 0.920, 0.940, 0.945 (5.6 min); seed 1: 0.285, 0.875, 0.895, 0.920 (6.1 min); seed 2: 0.335,
-0.815, 0.950, 0.950 (5.9 min). The median ends at 0.945.
+updates: seed 0: 0.115, 0.910, 0.920, 0.930 (5.7 min); seed 1: 0.085, 0.855, 0.900, 0.900 (6.4 min); seed 2: 0.115,
+0.865, 0.895, 0.900 (7.4 min). The median ends at 0.900; seeds 1 and 2 ran beside other work. Those three were scheduled
+first come, first served; seed 0 under `venus`: 0.115, 0.910, 0.900, 0.920 (7.6 min, beside other work).
 """
 
 from ml_collections import config_dict

@@ -1,11 +1,10 @@
 """Costs that one can reckon with by hand, and small workloads."""
 
 from venusrl.sim.cluster import Cluster
-from venusrl.sim.cost import EngineCost
 from venusrl.sim.workload import TrajectorySpec
 
 
-class PlainCost(EngineCost):
+class PlainCost:
     """A step is 1 s and 0.1 s a request; a prefilled token 0.01 s; a token moves in 1 ms."""
 
     def __init__(self, kv_tokens: int = 10_000):

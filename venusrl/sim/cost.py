@@ -5,6 +5,7 @@ attain, named below with its source, and the same for every scheduler.
 """
 
 import dataclasses
+from typing import Protocol
 
 from venusrl.core.errors import ConfigError
 from venusrl.models.config import ModelConfig
@@ -50,7 +51,7 @@ def accelerator(name: str) -> Accelerator:
     return ACCELERATORS[name]
 
 
-class EngineCost:
+class EngineCost(Protocol):
     """Seconds of generation steps. The simulated worker asks for nothing else, so a measured cost can stand in.
 
     Attributes:
@@ -61,18 +62,18 @@ class EngineCost:
 
     def decode_s(self, requests: int, kv_tokens: float) -> float:
         """One step: a token for each of `requests`, which read `kv_tokens` of KV together."""
-        raise NotImplementedError
+        ...
 
     def prefill_s(self, chunks: list[tuple[int, int]]) -> float:
         """Prefill of (new, cached) tokens of some requests, in one pass."""
-        raise NotImplementedError
+        ...
 
     def transfer_s(self, tokens: int) -> float:
         """KV of `tokens` to another worker."""
-        raise NotImplementedError
+        ...
 
 
-class Roofline(EngineCost):
+class Roofline:
     """A worker of `tensor` devices."""
 
     def __init__(self, model: ModelConfig, device: Accelerator, tensor: int):
@@ -129,7 +130,7 @@ class TrainerCost:
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured(EngineCost):
+class Measured:
     """A cost measured on a live worker. Attributes:
     kv_tokens: tokens of KV that it holds.
     decode: (requests, seconds of a step) at some batch sizes, ascending; linear in between, constant outside.

@@ -14,7 +14,8 @@ class Report:
     hit: share of reusable context tokens whose KV was there.
     active: requests in prefill or decode, averaged over time and workers.
     decoding, prefilling: share of the workers' time spent so.
-    discards: (length, discarded) of every trajectory that ended or was discarded, in generated tokens.
+    discards: (length, discarded) of every trajectory that was trained on or thrown away, by discard or restart; the
+      length is in generated tokens, those that it would have had where it was cut off.
     stale: batches' trajectories by staleness, in versions.
     preempted, migrated, retracted: counts.
     events: events of the simulation.
@@ -39,13 +40,6 @@ class Report:
     retracted: int = 0
     events: int = 0
     wall_s: float = 0.0
-
-    def batch_s(self, warmup: int) -> float:
-        """Mean seconds from batch to batch, the first `warmup` left out."""
-        kept = self.batches_s[warmup:] if warmup else [0.0, *self.batches_s]
-        if len(kept) < 2:
-            raise ValueError(f"{len(self.batches_s)} batches and a warm-up of {warmup} leave nothing to measure")
-        return (kept[-1] - kept[0]) / (len(kept) - 1)
 
     @property
     def discard_rate(self) -> float:

@@ -64,7 +64,6 @@ class _Live:
         "spec",
         "trajectory",
         "turn",
-        "wasted",
         "worker",
     )
 
@@ -73,7 +72,7 @@ class _Live:
         self.name = trajectory.id
         self.context = spec.prompt
         self.known = 0
-        self.turn = self.made = self.generated = self.wasted = 0
+        self.turn = self.made = self.generated = 0
         self.priority, self.resident = 0, False
         self.worker: SimWorker | None = None
         self.coming: SimWorker | None = None
@@ -341,7 +340,7 @@ class Simulation:
         self._leave(live, lost=False)
         if live.name in self._doomed:
             self._doomed.discard(live.name)
-            self._throw_away(live.generated)
+            self._throw_away(live.generated, live.generated)
         else:
             trajectory.complete(0.0, tokens=live.generated, length=live.context)
             if self.coordinator.trajectory_done(trajectory) is not None:
@@ -415,7 +414,7 @@ class Simulation:
             restarted.append(live)
 
     def _restart(self, live: _Live) -> None:
-        self.report.wasted += live.generated
+        self._throw_away(live.generated, live.spec.generated)
         self.policy.observe(ActionDone(self.now, live.name, 0, True))
         self._leave(live, lost=True)
         if live.name in self._doomed:
@@ -431,20 +430,21 @@ class Simulation:
             live = self.live.get(trajectory.id)
             if live is None:
                 if trajectory.finished:
-                    self._throw_away(trajectory.info["tokens"])
+                    self._throw_away(trajectory.info["tokens"], trajectory.info["tokens"])
             elif self._system.cancels:
                 if live.worker is not None and live.name in live.worker.requests:
                     self._keep(live, live.worker.preempt(self.now, live.name))
                     self._watch(live.worker)
-                self._throw_away(live.generated)
+                self._throw_away(live.generated, live.spec.generated)
                 self.policy.observe(ActionDone(self.now, live.name, 0, True))
                 self._leave(live, lost=True)
             else:
                 self._doomed.add(live.name)
 
-    def _throw_away(self, generated: int) -> None:
+    def _throw_away(self, generated: int, length: int) -> None:
+        """`generated` tokens of a trajectory that has, or would have had, `length` of them."""
         self.report.wasted += generated
-        self.report.discards.append((generated, True))
+        self.report.discards.append((length, True))
 
     def _count_worker(self, worker: SimWorker) -> None:
         r = self.report
