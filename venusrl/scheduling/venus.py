@@ -62,9 +62,7 @@ class _Trajectory:
 
 
 class Venus:
-    """See the module and SchedulerPolicy. Deterministic; O(log n) an event, times the size of a group where its class
-    or rank changes.
-    """
+    """See the module and SchedulerPolicy. O(log n) an event, times the size of a group where its class changes."""
 
     def __init__(self, options: SchedulerOptions):
         self._o = options
