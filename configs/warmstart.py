@@ -3,8 +3,8 @@
     python -m launchers.warmstart --config=configs/warmstart.py
 
 Writes envs/repair/warmstart (model.safetensors, config.json, tokenizer.json); the folder in the repository was made by
-this command. Cost: 24 minutes on two cores, 1.6 to 2.7 s a step. The model solves 0.115 of 200 held-out repair tasks. In
-37 of them it read before it edited, and its edit was right in 0.59 of those.
+this command. Cost: 24 minutes on two cores, 1.6 to 2.7 s a step. The model solves 0.115 of 200 held-out repair tasks.
+In 37 of them it read before it edited, and its edit was right in 0.59 of those.
 """
 
 from ml_collections import config_dict
