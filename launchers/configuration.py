@@ -7,24 +7,43 @@ import sys
 from pathlib import Path
 
 from absl import app, flags, logging
-from ml_collections import config_dict
+from ml_collections import config_dict, config_flags
 
 from configs import base
 from venusrl.core.errors import ConfigError
+
+
+def define_config(default: str, help_: str) -> flags.FlagHolder:
+    """The flag --config; an override of no field ends the program with one line."""
+    try:
+        return config_flags.DEFINE_config_file("config", default, help_)
+    except (AttributeError, KeyError) as error:  # where --config is not given, overrides are looked at here
+        sys.exit(_no_field(error))
 
 
 def parse_flags(argv: list[str]) -> list[str]:
     """The flags_parser of app.run: an override of no field ends the program with one line; quiet below WARNING."""
     try:
         rest = app.parse_flags_with_usage(argv)
-    except (AttributeError, KeyError) as error:  # what ml_collections raises for it
-        said = error
-        while isinstance(said, Exception) and said.args:  # it wraps one in the other
-            said = said.args[0]
-        sys.exit(f"ConfigError: an override names no field: {' '.join(str(said).split())}")
+    except (AttributeError, KeyError) as error:
+        sys.exit(_no_field(error))
+    except OSError as error:  # a file that cannot be loaded, and overrides of its fields
+        sys.exit(f"ConfigError: {_not_loaded(error)}")
     if flags.FLAGS["verbosity"].using_default_value:  # app.run would make it INFO, a page a checkpoint
         flags.FLAGS.verbosity = logging.WARNING
     return rest
+
+
+def _no_field(error: Exception) -> str:
+    said = error
+    while isinstance(said, Exception) and said.args:  # ml_collections wraps one error in the other
+        said = said.args[0]
+    return f"ConfigError: an override names no field: {' '.join(str(said).split())}"
+
+
+def _not_loaded(error: OSError) -> str:
+    said = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"--config cannot be loaded: {said[-1]}; give a file that has get_config()"
 
 
 def check_config(config: config_dict.ConfigDict) -> None:
@@ -33,6 +52,10 @@ def check_config(config: config_dict.ConfigDict) -> None:
     Raises:
       ConfigError: naming the field, the value, and the nearest field or the wanted type.
     """
+    try:
+        list(config)
+    except OSError as error:  # a file that could not be loaded says so when it is looked at
+        raise ConfigError(_not_loaded(error)) from error
     _check(config, base.get_config(), "")
 
 
@@ -62,6 +85,31 @@ def _fits(value, default) -> bool:
     if isinstance(default, tuple):
         return isinstance(value, (tuple, list))
     return isinstance(value, type(default))
+
+
+# What a run is: these cannot change when it goes on in its folder; the others (steps, evaluation, rates) can.
+_IDENTITY = ("seed", "group_size", "batch_groups", "model", "env")
+
+
+def check_same_run(config: config_dict.ConfigDict, workdir: str | os.PathLike) -> None:
+    """Refuses to go on in the folder of another run.
+
+    Raises:
+      ConfigError: naming the first field that makes it another.
+    """
+    for field, was, now in _differences(load_config(workdir), config, ""):
+        if field.split(".")[0] in _IDENTITY:
+            raise ConfigError(
+                f"config.{field}={now!r}, but the run in {workdir} was started with {was!r}; use another --workdir"
+            )
+
+
+def _differences(old: config_dict.ConfigDict, new: config_dict.ConfigDict, where: str):
+    for name in old:
+        if isinstance(old[name], config_dict.ConfigDict):
+            yield from _differences(old[name], new[name], f"{where}{name}.")
+        elif old[name] != new[name]:
+            yield f"{where}{name}", old[name], new[name]
 
 
 def save_config(config: config_dict.ConfigDict, workdir: str | os.PathLike) -> None:

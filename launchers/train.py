@@ -10,14 +10,13 @@ import asyncio
 import sys
 
 from absl import app, flags, logging
-from ml_collections import config_flags
 
 from launchers import system
-from launchers.configuration import check_config, parse_flags
+from launchers.configuration import check_config, define_config, parse_flags
 from launchers.training import TrainingRun
 from venusrl.core.errors import VenusError
 
-_CONFIG = config_flags.DEFINE_config_file("config", "configs/quickstart.py", "What to train, and how.")
+_CONFIG = define_config("configs/quickstart.py", "What to train, and how.")
 _WORKDIR = flags.DEFINE_string("workdir", "runs/quickstart", "Folder of the run.")
 
 

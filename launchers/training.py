@@ -15,7 +15,7 @@ import jax
 from ml_collections import config_dict
 
 from launchers import system
-from launchers.configuration import save_config
+from launchers.configuration import check_same_run, save_config
 from venusrl.core.errors import CheckpointError, ConfigError, VenusError
 from venusrl.core.group import Batch, Group
 from venusrl.core.trajectory import Status, Trajectory
@@ -84,12 +84,16 @@ class TrainingRun:
         self.clocks = Clocks()
         self.stopping = False
         self.last: dict[str, float] = {}
+        if self.checkpoints.steps and (self.workdir / "config.json").is_file():
+            check_same_run(config, self.workdir)
         resumed = self._restore()
         save_config(config, self.workdir)
         self.log = RunLog(self.workdir, resumed)
         rows = read_jsonl(self.log.metrics_path)
         self.heldout = [(row["step"], row["heldout_success"]) for row in rows if "heldout_success" in row]
         self.progress = Progress(self._status, f"VenusRL {self.workdir}")
+        if resumed >= 0:
+            self.progress.line(f"going on from update {resumed}")
         self._rollout: system.Rollout | None = None
         self._stop_event: asyncio.Event | None = None
 

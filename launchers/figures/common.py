@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import statistics
+import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -16,6 +17,7 @@ import matplotlib
 from absl import app, flags, logging
 
 from venusrl.coordinator.coordinator import CoordinatorOptions
+from venusrl.core.errors import VenusError
 from venusrl.sim import bounds
 from venusrl.sim.cluster import Cluster, paper_cluster
 from venusrl.sim.prediction import Noisy, make_prediction
@@ -214,6 +216,8 @@ def write(settings: Settings, name: str, rows: list[Row], figure: plt.Figure) ->
         writer = csv.DictWriter(file, [f.name for f in dataclasses.fields(Row)])
         writer.writeheader()
         writer.writerows(table)
+    if settings.quick:
+        figure.text(0.99, 0.01, "quick settings: a look, not a result", ha="right", color="red")
     figure.savefig(settings.workdir / f"{name}.png", dpi=120, bbox_inches="tight")
     plt.close(figure)
     for r in rows:
@@ -235,6 +239,9 @@ def program(make: Callable[[Settings], list[Row]]) -> None:
     def main(argv: list[str]) -> None:
         del argv
         logging.set_verbosity(logging.INFO)
-        make(settings())
+        try:
+            make(settings())
+        except VenusError as error:
+            sys.exit(f"{type(error).__name__}: {error}")
 
     app.run(main)

@@ -8,12 +8,13 @@ than slots. Memory is measured on a trace of real runs (AgentCgroup's, one JSON 
 """
 
 import dataclasses
-import gzip
 import json
 import statistics
 from pathlib import Path
 
 from launchers.figures.common import QUICK_SCALE, Cell, Row, Settings, plt, program, row, run_cells, write
+from venusrl.core.errors import TaskError
+from venusrl.sim.workload import read_lines
 
 NAME = "fig02_motivation"
 SLOTS = 64
@@ -21,6 +22,7 @@ CEILING_MB = 4096  # the ceiling that such sandboxes are declared with
 
 
 def make(settings: Settings) -> list[Row]:
+    series = memory_series(Path(settings.trace)) if settings.trace else []
     scale = QUICK_SCALE if settings.quick else 1
     # 16 workers of 64 slots hold 128 groups of 8; a batch of 128 at async factor 2 asks for twice that.
     cells = [Cell("fcfs_trajectory", "qwen3-4b", 128, 2.0, 3, s, scale=scale) for s in range(settings.seeds)]
@@ -29,7 +31,6 @@ def make(settings: Settings) -> list[Row]:
     fractions = [results[c].bound_fraction for c in cells]
     where = "64 slots held through tools"
     rows = [row(NAME, where, "active share of slots", 0.765, shares, fractions)]
-    series = memory_series(Path(settings.trace)) if settings.trace else []
     memory = statistics.fmean(statistics.fmean(s) for s in series) / CEILING_MB if series else None
     measured = Row(
         NAME, f"{len(series)} runs, {CEILING_MB} MB declared", "used share of memory", 0.08, memory, "trace", 1
@@ -51,10 +52,22 @@ def make(settings: Settings) -> list[Row]:
 
 
 def memory_series(path: Path) -> list[list[float]]:
-    """Resident memory of each run over time, in MB."""
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-        runs = [json.loads(line) for line in file]
-    return [[mb for _, mb in run["mem_mb"]] for run in runs if run.get("mem_mb")]
+    """Resident memory of each run over time, in MB.
+
+    Raises:
+      TaskError: the file cannot be read, a line is no run, or no run has `mem_mb`.
+    """
+    series = []
+    for number, line in enumerate(read_lines(path), 1):
+        try:
+            samples = json.loads(line).get("mem_mb") or []
+            series.append([float(mb) for _, mb in samples])
+        except (AttributeError, TypeError, ValueError) as error:
+            raise TaskError(f"--trace={path}, line {number}: not a run with `mem_mb` ({error!r})") from error
+    series = [samples for samples in series if samples]
+    if not series:
+        raise TaskError(f"--trace={path}: no line has `mem_mb`, pairs of seconds and MB; give AgentCgroup's trace")
+    return series
 
 
 if __name__ == "__main__":

@@ -40,8 +40,8 @@ def make(settings: Settings) -> list[Row]:
             rows.append(row(NAME, f"{name}, length percentile {low}-{high}", "discarded share", None, shares))
     figure, axis = plt.subplots(figsize=(8, 4.5))
     places = range(len(EDGES) - 1)
-    for name, curve in curves.items():
-        axis.plot(places, curve, marker="o", label=name)
+    for style, (name, curve) in zip(("-", "-", "-", ":"), curves.items(), strict=True):
+        axis.plot(places, curve, style, marker="o", label=name, linewidth=3 if style == "-" else 2)
     axis.set_xticks(places, [f"{a}-{b}" for a, b in itertools.pairwise(EDGES)])
     axis.set_xlabel("percentile of length")
     axis.set_ylabel("discarded share (simulated)")

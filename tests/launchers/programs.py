@@ -25,10 +25,10 @@ SMALL = {
 }
 
 
-def command(workdir, checkpoint, **overrides) -> list[str]:
+def command(workdir, checkpoint, config: str = "configs/quickstart.py:smoke", **overrides) -> list[str]:
     fields = {**SMALL, "model.checkpoint": checkpoint, **{k.replace("__", "."): v for k, v in overrides.items()}}
     return [
-        *(sys.executable, "-m", "launchers.train", "--config=configs/quickstart.py:smoke", f"--workdir={workdir}"),
+        *(sys.executable, "-m", "launchers.train", f"--config={config}", f"--workdir={workdir}"),
         *(f"--config.{name}={value}" for name, value in fields.items()),
     ]
 

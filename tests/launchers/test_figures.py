@@ -7,8 +7,9 @@ import json
 import pytest
 
 from launchers.figures import all as every
-from launchers.figures import common
+from launchers.figures import common, fig02_motivation
 from launchers.figures.common import Cell, Row, Settings, bound_s, run_cell
+from venusrl.core.errors import TaskError
 
 FIELDS = {f.name for f in dataclasses.fields(Row)}
 
@@ -50,3 +51,16 @@ def test_a_seed_gives_the_same_cell_again(short):
 )
 def test_differences_are_told_where_both_are_numbers(paper, ours, says):
     assert every.difference(Row("f", "c", "m", paper, ours, "simulated", 1)) == says
+
+
+@pytest.mark.parametrize("text", ["not json", "[1, 2]", "", '{"mem_mb": [1]}', '{"turns": []}'])
+def test_a_trace_that_is_none_is_refused_before_anything_runs(tmp_path, text):
+    path = tmp_path / "trace.jsonl"
+    path.write_text(text + "\n" if text else "")
+    settings = Settings(quick=True, seeds=1, workdir=tmp_path / "out", jobs=1, trace=str(path))
+    with pytest.raises(TaskError, match=r"trace.jsonl(, line 1: not a run|: no line has)"):
+        fig02_motivation.make(settings)
+    for missing in (tmp_path / "none.jsonl", tmp_path):
+        with pytest.raises(TaskError, match="cannot be read as a trace"):
+            fig02_motivation.make(dataclasses.replace(settings, trace=str(missing)))
+    assert not (tmp_path / "out").exists()

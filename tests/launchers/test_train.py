@@ -211,13 +211,17 @@ def mistakes(checkpoint, finished, tmp_path_factory):
     (damaged / "model.safetensors").write_bytes(b"\xff" * 4096)
     whole = (checkpoint / "model.safetensors").read_bytes()
     (cut / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    shutil.copytree(finished[0], folder / "other-seed")
+    for name in ("other-seed", "other-tasks"):
+        shutil.copytree(finished[0], folder / name)
     started = {
         "missing": programs.start(folder / "a", folder / "nowhere"),
         "damaged": programs.start(folder / "b", damaged),
         "cut": programs.start(folder / "c", cut),
         "unknown field": programs.start(folder / "d", checkpoint, learner__learning_rat=1),
         "other seed": programs.start(folder / "other-seed", checkpoint, seed=5),
+        "other tasks": programs.start(folder / "other-tasks", checkpoint, env__max_turns=3),
+        "no config": programs.start(folder / "g", checkpoint, config="configs/nope.py"),
+        "idle switch": programs.start(folder / "h", checkpoint, scheduler__name="slime", scheduler__residency=False),
         "unknown tasks": programs.start(folder / "e", checkpoint, env__name="chess"),
         "bad value": programs.start(folder / "f", checkpoint, rollout__temperature=-0.5),
     }
@@ -232,6 +236,9 @@ def mistakes(checkpoint, finished, tmp_path_factory):
         ("cut", ["CheckpointError", "model.safetensors"]),
         ("unknown field", ["learning_rat", 'Did you mean "learning_rate"']),
         ("other seed", ["config.seed=5", "started with 0", "--workdir"]),
+        ("other tasks", ["config.env.max_turns=3", "started with 2", "--workdir"]),
+        ("no config", ["--config cannot be loaded", "configs/nope.py"]),
+        ("idle switch", ["scheduler.residency=False", "scheduler.name='slime'", "leave it at True"]),
         ("unknown tasks", ["env.name='chess'", "repair, bash"]),
         ("bad value", ["rollout.temperature=-0.5"]),
     ],

@@ -49,5 +49,9 @@ def test_unknown_names_are_refused_with_the_known_ones():
         SchedulerOptions(prediction="oracle")
     with pytest.raises(ConfigError, match=r"scheduler.thunderagent='fast'"):
         SchedulerOptions(thunderagent="fast")
+    with pytest.raises(
+        ConfigError, match=r"residency=False does nothing under scheduler.name='slime'; leave it at True"
+    ):
+        make_policy("slime", SchedulerOptions(residency=False))
     with pytest.raises(ConfigError, match="batch_groups=0"):
         SchedulerOptions(batch_groups=0)

@@ -210,5 +210,6 @@ def check_dataset(batch_groups: int, num_tasks: int) -> None:
     """
     if batch_groups > num_tasks:
         raise ConfigError(
-            f"batch_groups={batch_groups} is larger than env.train_tasks={num_tasks}; a batch would hold a prompt twice"
+            f"batch_groups={batch_groups} is larger than env.train_tasks={num_tasks}, and a batch would hold a prompt "
+            "twice; lower the one or raise the other"
         )

@@ -33,12 +33,29 @@ POLICIES: dict[str, Callable[[SchedulerOptions], SchedulerPolicy]] = {
 }
 
 
+# Fields of SchedulerOptions that each policy looks at.
+_SWITCHES: dict[str, tuple[str, ...]] = {
+    "venus": ("prediction", "residency", "demotion", "migration", "preemption"),
+    "fcfs_priority": ("preemption",),
+    "thunderagent": ("thunderagent",),
+}
+
+
 def make_policy(name: str, options: SchedulerOptions = SchedulerOptions()) -> SchedulerPolicy:
     """The policy that `config.scheduler.name` selects.
 
     Raises:
-      ConfigError: no such policy.
+      ConfigError: no such policy, or a switch that it does not have.
     """
     if name not in POLICIES:
         raise ConfigError(f"scheduler.name={name!r} is unknown; one of {', '.join(POLICIES)}")
+    for field in dataclasses.fields(SchedulerOptions):
+        value = getattr(options, field.name)
+        if field.name in ("batch_groups", "eta") or field.name in _SWITCHES.get(name, ()):
+            continue
+        if value != field.default:
+            raise ConfigError(
+                f"scheduler.{field.name}={value!r} does nothing under scheduler.name={name!r}; "
+                f"leave it at {field.default!r}"
+            )
     return POLICIES[name](options)

@@ -11,7 +11,7 @@ import dataclasses
 import gzip
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -142,7 +142,7 @@ class Replay:
     def __init__(self, path: str | Path, max_tokens: int = 131_072, max_turns: int = 300):
         self.max_tokens = max_tokens
         self._tasks: dict[str, list[TrajectorySpec]] = {}
-        for number, line in enumerate(_lines(Path(path)), 1):
+        for number, line in enumerate(read_lines(Path(path)), 1):
             try:
                 run = json.loads(line)
                 spec = _replayed(run["turns"])
@@ -161,11 +161,16 @@ class Replay:
         return runs[(index + refill + epoch) % len(runs)]
 
 
-def _lines(path: Path):
+def read_lines(path: Path) -> Iterator[str]:
+    """Lines of a trace file, gzip or plain.
+
+    Raises:
+      TaskError: it cannot be read.
+    """
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
             yield from file
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise TaskError(f"{path} cannot be read as a trace: {error}") from error
 
 
