@@ -3,23 +3,26 @@
 import statistics
 import time
 
+import numpy as np
+
 from venusrl.rollout.engine.engine import Engine
 from venusrl.rollout.worker import Request
 from venusrl.sim.cost import Measured
 
 
-def measured_cost(engine: Engine, kv_tokens: int, repeats: int = 5) -> Measured:
+def measured_cost(engine: Engine, kv_tokens: int, repeats: int = 9) -> Measured:
     """Times decode at 1, half of and all slots, and prefill of short and long prompts. The engine must be idle."""
     slots, length = engine.options.slots, engine.options.max_length
     decode = []
     for requests in sorted({1, max(1, slots // 2), slots}):
         steps = [_decode_step_s(engine, requests) for _ in range(repeats + 1)][1:]  # the first compiles
         decode.append((requests, statistics.median(steps)))
-    step_s = decode[0][1] * engine.options.decode_steps
-    short, long = 17, length // 2
-    times = {n: statistics.median([_first_chunk_s(engine, n) for _ in range(repeats + 1)][1:]) for n in (short, long)}
-    token_s = max(0.0, (times[long] - times[short]) / (long - short))
-    return Measured(kv_tokens, tuple(decode), max(0.0, times[short] - step_s - short * token_s), token_s)
+    step_s = min(seconds for _, seconds in decode) * engine.options.decode_steps
+    # Many lengths, so that what buckets pad is a part of the cost.
+    lengths = np.linspace(17, 0.6 * length, 9).astype(int)
+    times = [statistics.median([_first_chunk_s(engine, int(n)) for _ in range(repeats + 1)][1:]) for n in lengths]
+    token_s, fixed_s = np.polyfit(lengths, np.array(times) - step_s, 1)
+    return Measured(kv_tokens, tuple(decode), max(0.0, float(fixed_s)), max(0.0, float(token_s)))
 
 
 def admit_s(turn_s: float, cost: Measured, engine: Engine, output: int, observation: int) -> float:

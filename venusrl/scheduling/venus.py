@@ -113,8 +113,10 @@ class Venus:
         for worker in touched:
             self._serve(worker, decisions)
         if self._o.migration:
-            self._note_stuck()
-            self._move(decisions, touched)
+            if self._arrived:
+                self._note_stuck()
+            if self._stuck:
+                self._move(decisions, touched)
         for worker in touched:
             if worker in self._homes:
                 self._restate.update(dict.fromkeys(self._homes[worker].cut.crossed()))

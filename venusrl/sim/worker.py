@@ -120,8 +120,9 @@ class SimWorker:
         if not self._running:
             return None
         count = len(self._running)
+        growth = count * self._served - self._begins
         served = max(0.0, min(self._first_end() - self._served, self._headroom() / count, MAX_SERVED))
-        self._step = self._cost.decode_s(count, self._contexts + self._growth + count * served / 2)
+        self._step = self._cost.decode_s(count, self._contexts + growth + count * served / 2)
         return self._now + served * self._step
 
     def handle(self, now: float) -> tuple[list[Request], list[Request]]:
@@ -180,14 +181,20 @@ class SimWorker:
 
     def _headroom(self) -> float:
         """Tokens that running requests may still add when all cached tails are gone; a page each is rounding."""
-        fixed = self.cache.running + self.cache.prompts + len(self._running) * self.cache.page
-        return self.cache.capacity - fixed - self._growth
+        cache, count = self.cache, len(self._running)
+        growth = count * self._served - self._begins
+        return cache.capacity - cache.running - cache.prompts - count * cache.page - growth
 
     def _keep_headroom(self, now: float) -> None:
         """Makes room for what was decoded; retracts where cached tails are not enough."""
-        if not self._running:
+        count = len(self._running)
+        if not count:
             return
-        if self._headroom() < len(self._running):  # prompts that no running tail leans on go too
+        growth = count * self._served - self._begins
+        cache = self.cache
+        if cache.running + cache.tails + cache.prompts + growth + count * (cache.page + 1) <= cache.capacity:
+            return  # nothing is short
+        if self._headroom() < count:  # prompts that no running tail leans on go too
             self.cache.make_room(self._growth + len(self._running) * (self.cache.page + 1))
         while len(self._running) > 1 and self._headroom() < len(self._running):
             victim = min(self._running.values(), key=self._retraction_order)
@@ -201,7 +208,7 @@ class SimWorker:
 
     def _start(self, now: float) -> None:
         """Begins a prefill of those in front that fit, unless one is under way."""
-        if self._prefilling or now < self._busy_until - EPSILON:
+        if not self._waiting or self._prefilling or now < self._busy_until - EPSILON:
             return
         chunks: list[tuple[int, int]] = []
         tokens = 0
