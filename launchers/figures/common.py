@@ -227,6 +227,14 @@ def write(settings: Settings, name: str, rows: list[Row], figure: plt.Figure) ->
     print(f"wrote {settings.workdir / name}.csv, .json and .png", flush=True)
 
 
+def numbers(rows: list[Row]) -> dict[str, dict[str, float | None]]:
+    """Ours by figure and "cell: metric": the last line of a figure's program, for scripts to read."""
+    result: dict[str, dict[str, float | None]] = {}
+    for r in rows:
+        result.setdefault(r.figure, {})[f"{r.cell}: {r.metric}"] = r.ours
+    return result
+
+
 def settings() -> Settings:
     """From the flags."""
     seeds = SEEDS.value or 1
@@ -234,13 +242,13 @@ def settings() -> Settings:
 
 
 def program(make: Callable[[Settings], list[Row]]) -> None:
-    """Runs a figure's `make` as an absl program."""
+    """Runs a figure's `make` as an absl program; the last line is one JSON object."""
 
     def main(argv: list[str]) -> None:
         del argv
         logging.set_verbosity(logging.INFO)
         try:
-            make(settings())
+            print(json.dumps(numbers(make(settings()))))
         except VenusError as error:
             sys.exit(f"{type(error).__name__}: {error}")
 

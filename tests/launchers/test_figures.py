@@ -36,6 +36,9 @@ def test_every_figure_is_written_and_shown_beside_the_papers_numbers(short, tmp_
     fractions = [r.bound_fraction for r in rows if r.bound_fraction is not None]
     assert fractions and all(0 < f <= 1.0 for f in fractions)
     assert "paper 3.26x" in capsys.readouterr().out
+    ours = common.numbers(rows)
+    assert set(ours) == {figure.NAME for figure in every.FIGURES}
+    assert ours["fig10_end_to_end"]["qwen3-4b B32 async 2.0: venus: batches/h"] > 0
 
 
 def test_a_seed_gives_the_same_cell_again(short):
