@@ -122,7 +122,6 @@ class Outcome:
     wasted: float
     discard_rate: float
     spearman: float | None
-    stale_max: int
     events: int
     wall_s: float
     lengths: tuple[tuple[int, bool], ...]
@@ -152,7 +151,6 @@ def run_cell(cell: Cell) -> Outcome:
         wasted=report.wasted / max(1, report.generated),
         discard_rate=report.discard_rate,
         spearman=prediction.measured if isinstance(prediction, Noisy) else None,
-        stale_max=max(report.stale, default=0),
         events=report.events,
         wall_s=report.wall_s,
         lengths=tuple(report.discards),

@@ -36,11 +36,6 @@ class PriorityCut:
         """Sum of the weights inside."""
         return self._weight
 
-    @property
-    def outside(self) -> int:
-        """Number of items outside."""
-        return len(self._outside)
-
     def inside(self, item: Hashable) -> bool:
         """Whether `item`, which must be there, is inside."""
         entry = (self._items[item][0], item)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 @dataclasses.dataclass(slots=True)
 class Event:
-    """Not to be changed once made (left unfrozen: freezing triples the cost of making one).
+    """Not to be changed once made (left unfrozen: a frozen one takes four times as long to make).
 
     Attributes:
       time: seconds on the driver's clock; never less than that of the event before.

@@ -10,7 +10,7 @@ class Report:
     batches_s: times at which batches were trained on and published, in seconds.
     taken_s: times at which the trainer took them.
     trained, generated, wasted: tokens that the policy generated: those trained on, all, and those thrown away.
-    prefilled: tokens of prefill; `recomputed` of them had been computed before.
+    prefilled: tokens of prefill.
     hit: share of reusable context tokens whose KV was there.
     active: requests in prefill or decode, averaged over time and workers.
     decoding, prefilling: share of the workers' time spent so.
@@ -28,7 +28,6 @@ class Report:
     generated: int = 0
     wasted: int = 0
     prefilled: int = 0
-    recomputed: int = 0
     hit: float = 0.0
     active: float = 0.0
     decoding: float = 0.0

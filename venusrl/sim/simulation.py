@@ -449,7 +449,6 @@ class Simulation:
     def _count_worker(self, worker: SimWorker) -> None:
         r = self.report
         r.prefilled += worker.prefilled
-        r.recomputed += worker.asked - worker.hit
         r.hit += worker.hit
         r.retracted += worker.retracted
         r.active += worker.slot_s
