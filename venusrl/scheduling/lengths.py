@@ -81,4 +81,4 @@ class Lengths:
             else:
                 return 1.0
         # Lengths have heavy tails: what has outlived its estimate is expected to go on for a share of its age.
-        return max(1.0, total - generated, 0.25 * generated if generated >= total else 0.0)
+        return max(1.0, 0.25 * generated if generated >= total else total - generated)

@@ -11,7 +11,7 @@ from venusrl.scheduling.groups import CRITICAL, REST, CriticalGroups
 from venusrl.scheduling.homes import Home, Homes
 from venusrl.scheduling.lengths import Lengths
 from venusrl.scheduling.options import SchedulerOptions
-from venusrl.scheduling.ordered import Ordered
+from venusrl.scheduling.ordered import OrderedKeys
 from venusrl.scheduling.protocol import (
     ActionDone,
     ActionReady,
@@ -34,6 +34,12 @@ GROWTH_SHARE = 0.25  # of a trajectory's expected growth that its place in KV al
 TOOL_SHARE = 0.5  # of its place that a trajectory of low priority claims while it is in a tool
 MOVES = 2  # waiting actions that one call of `decide` tries to move
 
+# A key is one number, so that it is quick to compare. From its high end: class (2 bits), whether it has not begun (1),
+# how short it was expected to be (6), order of arrival.
+SEQ_BITS = 48
+SEQ_MASK = (1 << SEQ_BITS) - 1
+LONGEST = 63
+
 IN_TOOL, READY, RUNNING = "in tool", "ready", "running"
 
 
@@ -41,6 +47,9 @@ IN_TOOL, READY, RUNNING = "in tool", "ready", "running"
 class _Trajectory:
     """Attributes:
     seq: order of arrival.
+    key: its place in every order (`Venus._key`).
+    klass: its class as in `key`.
+    shortness: LONGEST less the binary logarithm of the length it was expected to have, as in `key`.
     remaining: predicted tokens to come.
     home: the worker on which it waits, runs or was last; None without a worker.
     counted: tokens of context that its home counts.
@@ -50,7 +59,9 @@ class _Trajectory:
 
     group: str
     seq: int
-    key: tuple
+    key: int = 0
+    klass: int = REST
+    shortness: int = LONGEST
     remaining: float = 1.0
     context: int = 0
     generated: int = 0
@@ -70,10 +81,10 @@ class Venus:
         self._lengths = Lengths(use_predictions=self._predict)
         self._groups = CriticalGroups(options.batch_groups, options.eta, ranked=self._predict)
         self._trajectories: dict[str, _Trajectory] = {}
+        self._names: dict[int, str] = {}  # by order of arrival
         self._homes = Homes()
         self._homeless: dict[str, None] = {}  # ready, while there is no worker
-        self._stuck = Ordered()  # of (key, trajectory): ready, and not admitted at home
-        self._stuck_key: dict[str, tuple] = {}
+        self._stuck = OrderedKeys()  # keys of those that are ready and not admitted at home
         self._arrived: dict[str, None] = {}  # ready since the last decision
         self._touched: dict[str, None] = {}  # workers at which something changed
         self._restate: dict[str, None] = {}  # trajectories whose priority or residency may have changed
@@ -118,8 +129,8 @@ class Venus:
             if self._stuck:
                 self._move(decisions, touched)
         for worker in touched:
-            if worker in self._homes:
-                self._restate.update(dict.fromkeys(self._homes[worker].cut.crossed()))
+            if worker in self._homes and (crossed := self._homes[worker].cut.crossed()):
+                self._restate.update(crossed)
         return self._statements() + decisions if self._restate else decisions
 
     # Events
@@ -127,21 +138,19 @@ class Venus:
     def _ready(self, e: ActionReady) -> None:
         t = self._trajectories.get(e.trajectory)
         if t is None:
-            t = self._trajectories[e.trajectory] = _Trajectory(e.group, self._seq, ())
+            t = self._trajectories[e.trajectory] = _Trajectory(e.group, self._seq)
+            self._names[t.seq] = e.trajectory
             self._seq += 1
         t.context, t.generated, t.state = e.context, e.generated, READY
         if e.start_version is not None:
             self._groups.started(e.group, e.start_version)
-        self._expect(t.group, [e.trajectory])
-        key = self._key(t)
+        self._expect(e.trajectory, t)
+        self._rekey(e.trajectory, t)
         self._arrived[e.trajectory] = None
         if t.home is None:
-            t.key = key
             self._settle(e.trajectory, t)
             return
-        if key != t.key:
-            self._change_key(e.trajectory, t, key)
-        self._homes[t.home].waiting.add((key, e.trajectory))
+        self._homes[t.home].waiting.add(t.key)
         self._weigh(e.trajectory, t)
         self._touched[t.home] = None
 
@@ -163,27 +172,30 @@ class Venus:
             return
         self._leave_queue(e.trajectory, t)
         self._leave_home(e.trajectory, t)
+        del self._names[t.seq]
         self._restate.pop(e.trajectory, None)
         if e.lost:
             self._lengths.forget(e.trajectory)
             return
         self._lengths.finished(e.trajectory, e.group, t.generated, t.context)
         self._groups.typical = self._lengths.typical
-        mates = self._groups.trajectories(e.group)
-        self._expect(e.group, mates)
-        for mate in mates:
-            self._rekey(mate, self._trajectories[mate])
+        mates = [(mate, self._trajectories[mate]) for mate in self._groups.trajectories(e.group)]
+        for mate, t in mates:
+            t.remaining = self._lengths.remaining(mate, e.group, t.generated)
+        self._groups.expect(e.group, {mate: t.remaining for mate, t in mates})
+        for mate, t in mates:
+            self._rekey(mate, t)
 
     def _predicted(self, e: LengthPredicted) -> None:
         t = self._trajectories.get(e.trajectory)
         if t is not None and self._lengths.observe(e, t.generated):
-            self._expect(t.group, [e.trajectory])
+            self._expect(e.trajectory, t)
             self._rekey(e.trajectory, t)
 
     def _worker_up(self, e: WorkerUp) -> None:
         if e.worker in self._homes:  # it came back before anybody missed it
             self._worker_down(e.worker)
-        self._homes.add(e.worker, Home(e.slots, e.kv_tokens))
+        self._homes.join(e.worker, Home(e.slots, e.kv_tokens))
         self._groups.slots = max(1, self._homes.slots)
         self._touched[e.worker] = None
         homeless, self._homeless = self._homeless, {}
@@ -191,7 +203,7 @@ class Venus:
             self._settle(name, self._trajectories[name])
 
     def _worker_down(self, worker: str) -> None:
-        home = self._homes.remove(worker)
+        home = self._homes.part(worker)
         self._groups.slots = max(1, self._homes.slots)
         self._touched.pop(worker, None)
         for t in self._trajectories.values():
@@ -200,7 +212,7 @@ class Venus:
         for name in list(home.cut):
             t = self._trajectories[name]
             t.home, t.counted, t.sent = None, 0, (0, False)
-            self._unstick(name)
+            self._unstick(t)
             if t.state == RUNNING:  # its end was not reported; it comes again as ready
                 t.state = IN_TOOL
             elif t.state == READY:
@@ -209,48 +221,42 @@ class Venus:
 
     # Order
 
-    def _expect(self, group: str, names: list[str]) -> None:
-        """Asks anew how long some trajectories of a group will be."""
-        for name in names:
-            t = self._trajectories[name]
-            t.remaining = self._lengths.remaining(name, group, t.generated)
-        self._groups.expect(group, {name: self._trajectories[name].remaining for name in names})
+    def _expect(self, name: str, t: _Trajectory) -> None:
+        """Asks anew how long a trajectory will be."""
+        t.remaining = self._lengths.remaining(name, t.group, t.generated)
+        self._groups.expect(t.group, {name: t.remaining})
 
-    def _key(self, t: _Trajectory) -> tuple:
-        """Ascending: class, those that have begun before new ones, the longest first, order of arrival.
+    def _rekey(self, name: str, t: _Trajectory) -> None:
+        """Its key, ascending: class, those that have begun before new ones, the longest first, order of arrival.
 
         Length enters by powers of two, and stays as it was when the trajectory began or came into its class: to trade
         places with an equal costs the KV of one of them.
         """
         klass = self._groups.klass(t.group)
-        if t.kv is not None and t.key[0] == klass:
-            longest = t.key[2]
-        else:
-            longest = -int(t.remaining).bit_length() if self._predict else 0
-        return (klass, t.kv is None, longest, t.seq)
-
-    def _rekey(self, name: str, t: _Trajectory) -> None:
-        key = self._key(t)
+        if self._predict and (t.kv is None or klass != t.klass):
+            t.shortness = LONGEST - int(t.remaining).bit_length()
+        key = ((klass << 1 | (t.kv is None)) << 6 | t.shortness) << SEQ_BITS | t.seq
         if key != t.key:
-            self._change_key(name, t, key)
+            self._change_key(name, t, key, klass)
 
-    def _change_key(self, name: str, t: _Trajectory, key: tuple) -> None:
+    def _change_key(self, name: str, t: _Trajectory, key: int, klass: int) -> None:
         old, t.key = t.key, key
+        was, t.klass = t.klass, klass
         if t.home is None:
             return
         home = self._homes[t.home]
         queue = home.running if t.state == RUNNING else home.waiting if t.state == READY else None
-        if queue is not None and (old, name) in queue:
-            queue.remove((old, name))
-            queue.add((key, name))
-        if name in self._stuck_key:
-            self._unstick(name)
+        if queue is not None and old in queue:
+            queue.remove(old)
+            queue.add(key)
+        if old in self._stuck:
+            self._stuck.remove(old)
             self._arrived[name] = None
         home.cut.put(name, key, self._weight(t))
-        if (old[0] <= CRITICAL) != (key[0] <= CRITICAL):
-            home.high += t.counted if key[0] <= CRITICAL else -t.counted
-            self._homes.loaded(t.home)
-        if old[0] != key[0]:
+        if was != klass:
+            if (was <= CRITICAL) != (klass <= CRITICAL):
+                home.high += t.counted if klass <= CRITICAL else -t.counted
+                self._homes.loaded(t.home)
             self._restate[name] = None
         self._touched[t.home] = None
 
@@ -266,7 +272,7 @@ class Venus:
     def _move_in(self, name: str, t: _Trajectory, worker: str) -> None:
         home = self._homes[worker]
         t.home = worker
-        home.waiting.add((t.key, name))
+        home.waiting.add(t.key)
         self._weigh(name, t)
         self._restate[name] = None
         self._touched[worker] = None
@@ -279,23 +285,23 @@ class Venus:
         home = self._homes[t.home]
         home.cut.remove(name)
         home.all -= t.counted
-        if t.key[0] <= CRITICAL:
+        if t.klass <= CRITICAL:
             home.high -= t.counted
         self._homes.loaded(t.home)
         self._touched[t.home] = None
         t.home, t.counted = None, 0
 
     def _leave_queue(self, name: str, t: _Trajectory) -> None:
-        self._unstick(name)
+        self._unstick(t)
         self._arrived.pop(name, None)
         self._homeless.pop(name, None)
         if t.home is None:
             return
         home = self._homes[t.home]
         if t.state == READY:
-            home.waiting.remove((t.key, name))
+            home.waiting.remove(t.key)
         elif t.state == RUNNING:
-            home.running.remove((t.key, name))
+            home.running.remove(t.key)
             home.preempting.discard(name)
         self._touched[t.home] = None
 
@@ -305,7 +311,7 @@ class Venus:
         grown = t.context - t.counted
         t.counted = t.context
         home.all += grown
-        if t.key[0] <= CRITICAL:
+        if t.klass <= CRITICAL:
             home.high += grown
         home.cut.put(name, t.key, self._weight(t))
         self._homes.loaded(t.home)
@@ -314,8 +320,8 @@ class Venus:
         """Tokens of KV to count on: its context, and a share of what it is expected to grow by; less in a tool, where
         what is not kept for the next batch may be evicted.
         """
-        weight = max(1.0, t.context + GROWTH_SHARE * t.remaining * self._lengths.growth)
-        return TOOL_SHARE * weight if t.state == IN_TOOL and t.key[0] == REST else weight
+        weight = t.context + GROWTH_SHARE * t.remaining * self._lengths.growth
+        return TOOL_SHARE * weight if t.state == IN_TOOL and t.klass == REST else weight
 
     # Decisions
 
@@ -323,21 +329,21 @@ class Venus:
         """Slots of a worker to the first of those that wait there."""
         home = self._homes[worker]
         while home.waiting:
-            _, name = home.waiting[0]
+            name = self._names[home.waiting[0] & SEQ_MASK]
             if self._o.demotion and not home.cut.inside(name):
                 return
             if home.free <= 0:
-                break
+                if self._o.preemption:
+                    self._preempt(home, decisions)
+                return
             self._admit(name, worker, decisions)
-        if self._o.preemption:
-            self._preempt(home, decisions)
 
     def _admit(self, name: str, worker: str, decisions: list[Decision]) -> None:
         t = self._trajectories[name]
         home = self._homes[worker]
-        home.waiting.remove((t.key, name))
-        home.running.add((t.key, name))
-        self._unstick(name)
+        home.waiting.remove(t.key)
+        home.running.add(t.key)
+        self._unstick(t)
         self._arrived.pop(name, None)
         t.state = RUNNING
         decisions.append(Admit(name, worker, t.kv if t.kv != worker and self._o.migration else None))
@@ -345,42 +351,39 @@ class Venus:
 
     def _preempt(self, home: Home, decisions: list[Decision]) -> None:
         """Asks back one slot for each waiting action that is of a higher class than the last running one."""
-        for _ in range(len(home.waiting)):
-            claims = len(home.preempting)
-            if claims >= min(len(home.waiting), len(home.running)):
+        for key in home.waiting[len(home.preempting) : len(home.running)]:
+            claimant = self._names[key & SEQ_MASK]
+            if self._o.demotion and not home.cut.inside(claimant):
                 return
-            key, name = home.waiting[claims]
-            if self._o.demotion and not home.cut.inside(name):
+            running = (self._names[other & SEQ_MASK] for other in reversed(home.running))
+            victim = next((name for name in running if name not in home.preempting), None)
+            if victim is None or self._trajectories[victim].klass <= self._trajectories[claimant].klass:
                 return
-            victim = next((v for v in reversed(home.running) if v[1] not in home.preempting), None)
-            if victim is None or victim[0][0] <= key[0]:
-                return
-            home.preempting.add(victim[1])
-            decisions.append(Preempt(victim[1]))
+            home.preempting.add(victim)
+            decisions.append(Preempt(victim))
 
     def _note_stuck(self) -> None:
         for name in self._arrived:
             t = self._trajectories[name]
-            if t.home is not None and t.state == READY and name not in self._stuck_key:
-                self._stuck.add((t.key, name))
-                self._stuck_key[name] = t.key
+            if t.home is not None and t.state == READY and t.key not in self._stuck:
+                self._stuck.add(t.key)
         self._arrived.clear()
 
-    def _unstick(self, name: str) -> None:
-        key = self._stuck_key.pop(name, None)
-        if key is not None:
-            self._stuck.remove((key, name))
+    def _unstick(self, t: _Trajectory) -> None:
+        if self._stuck and t.key in self._stuck:
+            self._stuck.remove(t.key)
 
     def _move(self, decisions: list[Decision], touched: dict[str, None]) -> None:
         """Actions that wait at a worker without a place for them go to the one with most room, if it has one."""
-        for key, name in self._stuck[:MOVES]:
+        for key in self._stuck[:MOVES]:
+            name = self._names[key & SEQ_MASK]
             t = self._trajectories[name]
-            high = key[0] <= CRITICAL
+            high = t.klass <= CRITICAL
             worker = self._homes.least_loaded(high)
             home = self._homes[worker]
-            if worker == t.home or home.free <= len(home.waiting) or not home.fits(t.context, high):
+            if worker == t.home or not home.fits(t.context, high) or home.free <= len(home.waiting):
                 continue
-            self._homes[t.home].waiting.remove((key, name))
+            self._homes[t.home].waiting.remove(key)
             touched[t.home] = None
             self._leave_home(name, t)
             self._move_in(name, t, worker)
@@ -393,11 +396,10 @@ class Venus:
             t = self._trajectories.get(name)
             if t is None or t.home is None:
                 continue
-            klass = t.key[0]
-            resident = self._o.residency and klass <= CRITICAL
+            resident = self._o.residency and t.klass <= CRITICAL
             if resident and self._o.demotion:
                 resident = self._homes[t.home].cut.inside(name)
-            state = (REST - klass, resident)
+            state = (REST - t.klass, resident)
             if state != t.sent:
                 t.sent = state
                 said.append(Prioritise(name, *state))

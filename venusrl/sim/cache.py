@@ -8,7 +8,6 @@ An engine without pages (the JAX engine) keeps a row a trajectory: `rows` of the
 """
 
 import heapq
-import math
 
 
 class _Tail:
@@ -52,14 +51,15 @@ class PrefixCache:
 
     def pages(self, tokens: float) -> int:
         """`tokens` in whole pages, as tokens."""
-        return math.ceil(tokens / self.page) * self.page
+        return int(-(-tokens // self.page)) * self.page
 
     def held(self, name: str, group: str, prompt: int, context: int) -> int:
         """Tokens of the context that are here."""
         if group not in self._prompts:
             return 0
         tail = self._tails.get(name)
-        return min(context, prompt + (tail.tokens if tail else 0))
+        held = prompt + tail.tokens if tail else prompt
+        return held if held < context else context
 
     def missing_prompt(self, group: str, prompt: int) -> int:
         """Tokens of room that the group's prompt would take."""
@@ -138,7 +138,7 @@ class PrefixCache:
 
     def make_room(self, tokens: float) -> bool:
         """Evicts until `tokens` more fit; False where they cannot."""
-        need = self.used + tokens - self.capacity
+        need = self.running + self.tails + self.prompts + tokens - self.capacity
         while need > 0 and self._heap:
             references, last, stamp, is_tail, name = heapq.heappop(self._heap)
             if is_tail:

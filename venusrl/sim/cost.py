@@ -98,10 +98,12 @@ class Roofline:
     def decode_s(self, requests: int, kv_tokens: float) -> float:
         memory = self._weights_s + self._kv_s * kv_tokens
         compute = self._token_s * requests
-        return max(memory, compute) + self._fixed_s
+        return (memory if memory > compute else compute) + self._fixed_s
 
     def prefill_s(self, chunks: list[tuple[int, int]]) -> float:
-        compute = sum(self._token_s * new + self._pair_s * new * (cached + new / 2) for new, cached in chunks)
+        compute = 0.0
+        for new, cached in chunks:
+            compute += self._token_s * new + self._pair_s * new * (cached + new / 2)
         return max(compute, self._weights_s) + self._fixed_s
 
     def transfer_s(self, tokens: int) -> float:

@@ -46,6 +46,7 @@ class _Live:
     """A trajectory under way.
 
     Attributes:
+      begun: version of its first token.
       made: tokens of its present turn so far.
       known: tokens of its context whose KV some worker has had, under the present weights.
       worker: where it runs or was last.
@@ -53,6 +54,7 @@ class _Live:
     """
 
     __slots__ = (
+        "begun",
         "coming",
         "context",
         "generated",
@@ -72,6 +74,7 @@ class _Live:
         self.name = trajectory.id
         self.context = spec.prompt
         self.known = 0
+        self.begun: int | None = None
         self.turn = self.made = self.generated = 0
         self.priority, self.resident = 0, False
         self.worker: SimWorker | None = None
@@ -131,20 +134,20 @@ class Simulation:
         """
         began = time.perf_counter()
         self._open_groups()
-        while self.coordinator.version < self.coordinator.options.updates:
-            if not self._heap:
-                raise VenusError(f"at {self.now:.1f} s nothing is under way; {len(self.live)} trajectories are open")
-            if self.report.events > max_events:
+        updates, step, report = self.coordinator.options.updates, self.step, self.report
+        while self.coordinator.version < updates:
+            if report.events > max_events:
                 where = f"{self.now:.1f} s, version {self.coordinator.version}"
                 raise VenusError(f"more than {max_events} events by {where}; does a trajectory never end?")
-            self.step()
+            step()
         self._summarise(time.perf_counter() - began)
         return self.report
 
     def step(self) -> None:
         """One event."""
-        now, _, call, argument = heapq.heappop(self._heap)
-        self.now = now
+        if not self._heap:
+            raise VenusError(f"at {self.now:.1f} s nothing is under way; {len(self.live)} trajectories are open")
+        self.now, _, call, argument = heapq.heappop(self._heap)
         self.report.events += 1
         call(argument)
 
@@ -176,27 +179,30 @@ class Simulation:
 
     def _watch(self, worker: SimWorker) -> None:
         """Sets the worker's timer."""
-        due = worker.next_time()
-        old = self._timers.get(worker.name)
+        due, name = worker.next_time(), worker.name
         if due is None:
-            self._timers.pop(worker.name, None)
-        elif old is None or old[0] != due:
+            self._timers.pop(name, None)
+            return
+        old = self._timers.get(name)
+        if old is None or old[0] != due:
             stamp = next(self._count)
-            self._timers[worker.name] = (due, stamp)
+            self._timers[name] = (due, stamp)
             heapq.heappush(self._heap, (due, stamp, self._worker_due, (worker, stamp)))
 
     def _worker_due(self, argument: tuple[SimWorker, int]) -> None:
         worker, stamp = argument
-        if self._timers.get(worker.name, (0.0, -1))[1] != stamp:
+        timer = self._timers.get(worker.name)
+        if timer is None or timer[1] != stamp:
             self.report.events -= 1  # it was set anew meanwhile
             return
         del self._timers[worker.name]
         joined, finished = worker.handle(self.now)
         version = self.coordinator.version
         for request in joined:
-            trajectory = self.live[request.name].trajectory
-            if trajectory.start_version is None:
-                trajectory.append_generated([0], [0.0], version)
+            live = self.live[request.name]
+            if live.begun is None:
+                live.begun = version
+                live.trajectory.append_generated([0], [0.0], version)
         for request in finished:
             self._finished(request)
         self._watch(worker)
@@ -246,7 +252,7 @@ class Simulation:
         t = live.trajectory
         self.report.events += 1
         self.policy.observe(
-            ActionReady(self.now, live.name, t.group_id, live.context, live.generated, live.turn, t.start_version)
+            ActionReady(self.now, live.name, t.group_id, live.context, live.generated, live.turn, live.begun)
         )
         if self._prediction is not None:
             remaining = self._prediction.remaining(live.name, live.spec.generated - live.generated)

@@ -87,7 +87,7 @@ class SimWorker:
         """Ends a request early; the tokens it has made. Its KV stays, as that of any that stopped."""
         self._advance(now)
         request = self.requests.pop(name)
-        self._stop(request, now)
+        self._cut_short(request, now)
         self._start(now)
         return request.made
 
@@ -96,7 +96,7 @@ class SimWorker:
         self._advance(now)
         stopped = sorted(self.requests.values(), key=lambda r: r.order)
         for request in stopped:
-            self._stop(request, now)
+            self._cut_short(request, now)
         self.requests.clear()
         self._waiting.clear()
         self.cache.clear()
@@ -117,11 +117,18 @@ class SimWorker:
         """When `handle` is to be called; None where nothing is under way."""
         if self._now < self._busy_until:
             return self._busy_until
-        if not self._running:
-            return None
         count = len(self._running)
+        if not count:
+            return None
+        served = self._ends[0][0] - self._served
+        if served > MAX_SERVED:
+            served = MAX_SERVED
         growth = count * self._served - self._begins
-        served = max(0.0, min(self._first_end() - self._served, self._headroom() / count, MAX_SERVED))
+        room = self._room(count, growth)
+        if room < served * count:
+            served = room / count
+        if served < 0.0:
+            served = 0.0
         self._step = self._cost.decode_s(count, self._contexts + growth + count * served / 2)
         return self._now + served * self._step
 
@@ -134,16 +141,19 @@ class SimWorker:
             for request in joined:
                 self._join(request)
         finished = []
-        while self._running and self._first_end() <= self._served + EPSILON:
-            request = heapq.heappop(self._ends)[2]
+        ends = self._ends
+        while ends and ends[0][0] <= self._served + EPSILON:
+            request = heapq.heappop(ends)[2]
             self._stop(request, now)
             self.decoded += request.tokens - request.made  # a rounding error of the last step
             request.made = request.tokens
             del self.requests[request.name]
             finished.append(request)
         if now >= self._busy_until - EPSILON:
-            self._keep_headroom(now)
-            self._start(now)
+            if self._running:
+                self._keep_headroom(now)
+            if self._waiting:
+                self._start(now)
         return joined, finished
 
     # Inside
@@ -166,42 +176,34 @@ class SimWorker:
             self.decode_s += elapsed
         self._now = now
 
-    def _first_end(self) -> float:
-        """`_served` at which the first running request ends."""
-        while True:
-            served, order, request = self._ends[0]
-            if request.order == order and self._running.get(request.name) is request:
-                return served
-            heapq.heappop(self._ends)
-
-    @property
     def _growth(self) -> float:
         """Tokens that running requests have made since they began; the cache does not count them yet."""
         return len(self._running) * self._served - self._begins
 
-    def _headroom(self) -> float:
-        """Tokens that running requests may still add when all cached tails are gone; a page each is rounding."""
-        cache, count = self.cache, len(self._running)
-        growth = count * self._served - self._begins
+    def _room(self, count: int, growth: float) -> float:
+        """Tokens that `count` running requests may still add when all cached tails are gone; a page each is
+        rounding."""
+        cache = self.cache
         return cache.capacity - cache.running - cache.prompts - count * cache.page - growth
 
     def _keep_headroom(self, now: float) -> None:
         """Makes room for what was decoded; retracts where cached tails are not enough."""
-        count = len(self._running)
-        if not count:
-            return
+        cache, count = self.cache, len(self._running)
         growth = count * self._served - self._begins
-        cache = self.cache
-        if cache.running + cache.tails + cache.prompts + growth + count * (cache.page + 1) <= cache.capacity:
+        room = self._room(count, growth)
+        if room - cache.tails >= count:
             return  # nothing is short
-        if self._headroom() < count:  # prompts that no running tail leans on go too
-            self.cache.make_room(self._growth + len(self._running) * (self.cache.page + 1))
-        while len(self._running) > 1 and self._headroom() < len(self._running):
+        if room < count:  # prompts that no running tail leans on go too
+            cache.make_room(growth + count * (cache.page + 1))
+            room = self._room(count, growth)
+        while count > 1 and room < count:
             victim = min(self._running.values(), key=self._retraction_order)
-            self._stop(victim, now)
+            self._cut_short(victim, now)
             self._queue(victim)
             self.retracted += 1
-        self.cache.make_room(self._growth)
+            count -= 1
+            room = self._room(count, self._growth())
+        cache.make_room(self._growth())
 
     def _retraction_order(self, request: Request) -> tuple[int, float, int]:
         return (request.priority, self._served - request.begin + request.made, -request.context)
@@ -210,6 +212,8 @@ class SimWorker:
         """Begins a prefill of those in front that fit, unless one is under way."""
         if not self._waiting or self._prefilling or now < self._busy_until - EPSILON:
             return
+        cache, running = self.cache, len(self._running)
+        growth = running * self._served - self._begins
         chunks: list[tuple[int, int]] = []
         tokens = 0
         while self._waiting and tokens < CHUNK_TOKENS:
@@ -217,22 +221,22 @@ class SimWorker:
             if request.order != order or self.requests.get(request.name) is not request:
                 heapq.heappop(self._waiting)
                 continue
-            cache, count = self.cache, len(self._running) + len(self._prefilling)
-            held = cache.held(request.name, request.group, request.prompt, request.length)
-            if tokens and tokens + request.length - held > CHUNK_TOKENS:
+            length, count = request.length, running + len(self._prefilling)
+            held = cache.held(request.name, request.group, request.prompt, length)
+            if tokens and tokens + length - held > CHUNK_TOKENS:
                 break
-            tail = cache.pages(request.length - request.prompt)
+            tail = cache.pages(length - request.prompt)
             fixed = cache.running + cache.prompts + cache.missing_prompt(request.group, request.prompt)
-            if count and fixed + tail + self._growth + RESERVE_TOKENS * (count + 1) > cache.capacity:
+            if count and fixed + tail + growth + RESERVE_TOKENS * (count + 1) > cache.capacity:
                 break
             heapq.heappop(self._waiting)
-            cache.pin(request.name, request.group, request.prompt, request.length)
+            cache.pin(request.name, request.group, request.prompt, length)
             request.counted = tail
             self._prefilling.append(request)
-            cache.make_room(self._growth)
-            new = max(1, request.length - held)
+            cache.make_room(growth)
+            new = length - held or 1
             tokens += new
-            chunks.append((new, request.length - new))
+            chunks.append((new, length - new))
         if chunks:
             self.prefilled += tokens
             self._busy_until = now + self._cost.prefill_s(chunks)
@@ -242,8 +246,15 @@ class SimWorker:
         request.begin = self._served
         self._running[request.name] = request
         self._contexts += request.length
-        self._begins += request.begin
+        self._begins += self._served
         heapq.heappush(self._ends, (self._served + request.tokens - request.made, request.order, request))
+
+    def _cut_short(self, request: Request, now: float) -> None:
+        """Stops it before its end."""
+        if self._running.get(request.name) is request:
+            self._ends = [end for end in self._ends if end[2] is not request]
+            heapq.heapify(self._ends)
+        self._stop(request, now)
 
     def _stop(self, request: Request, now: float) -> None:
         """Out of decode or prefill; what it has made is counted, its KV is cached."""
