@@ -57,7 +57,11 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
         prefill_rows=(4, 16),  # batch sizes of prefill
         prefill_tokens=(32, 128),  # new tokens of a prefill; longer ones take several
         read_lengths=(256,),  # cached positions that attention looks at, below max_length
-        keep_kv=False,  # use KV of older weights after an update
+        page=16,  # tokens of a page of KV
+        kv_tokens=0,  # of a worker's KV, running and cached together; 0 is slots x max_length
+        residency="references",  # which pages are given up first; or "lru", "lfu"
+        on_update="recompute",  # what an update does to KV of older weights; or "keep", "drain"
+        stall_s=0.5,  # seconds for which prefill may hold up decode
     )
     c.learner = config_dict.create(
         objective="grpo",  # see venusrl/learner/objectives

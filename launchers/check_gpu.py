@@ -20,7 +20,8 @@ from launchers.bench import learner as learner_bench
 from venusrl.core.trajectory import Trajectory
 from venusrl.models.config import model_config
 from venusrl.models.decoder import init_params
-from venusrl.rollout.engine.engine import Engine, EngineOptions
+from venusrl.rollout.engine.engine import Engine
+from venusrl.rollout.engine.options import EngineOptions
 from venusrl.rollout.worker import Request
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}  # largest |difference| of a logprob; accelerators multiply in tf32

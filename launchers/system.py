@@ -32,8 +32,9 @@ from venusrl.models.chat import ChatFormat
 from venusrl.models.config import ModelConfig, model_config
 from venusrl.models.gguf import GgufFile, find_packaged
 from venusrl.models.tokenizer import Tokenizer
-from venusrl.rollout.engine.engine import Engine, EngineOptions
+from venusrl.rollout.engine.engine import Engine
 from venusrl.rollout.engine.jax_worker import JaxWorker
+from venusrl.rollout.engine.options import EngineOptions
 from venusrl.rollout.service import RolloutOptions, RolloutService
 from venusrl.sandbox import SandboxPool
 from venusrl.scheduling import SchedulerOptions, SchedulerPolicy, make_policy
@@ -97,7 +98,11 @@ def engine_options(config: config_dict.ConfigDict) -> EngineOptions:
         prefill_rows=tuple(r.prefill_rows),
         prefill_tokens=tuple(r.prefill_tokens),
         read_lengths=tuple(r.read_lengths),
-        keep_kv=r.keep_kv,
+        page=r.page,
+        kv_tokens=r.kv_tokens,
+        residency=r.residency,
+        on_update=r.on_update,
+        stall_s=r.stall_s,
     )
 
 

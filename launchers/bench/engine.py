@@ -17,7 +17,8 @@ from absl import app, flags
 from launchers.bench import common
 from venusrl.models.config import model_config
 from venusrl.models.decoder import init_params
-from venusrl.rollout.engine.engine import Engine, EngineOptions
+from venusrl.rollout.engine.engine import Engine
+from venusrl.rollout.engine.options import EngineOptions
 from venusrl.rollout.worker import Request
 
 _SLOTS = flags.DEFINE_integer("slots", 32, "Requests at once.", lower_bound=1)

@@ -10,8 +10,9 @@ import pytest
 from venusrl.core.errors import WorkerError
 from venusrl.models.config import ModelConfig
 from venusrl.models.decoder import init_params
-from venusrl.rollout.engine.engine import Engine, EngineOptions
+from venusrl.rollout.engine.engine import Engine
 from venusrl.rollout.engine.jax_worker import JaxWorker
+from venusrl.rollout.engine.options import EngineOptions
 from venusrl.rollout.worker import Request
 
 from .scripted import Script, ScriptedWorker

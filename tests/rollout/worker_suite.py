@@ -48,7 +48,7 @@ class WorkerSuite:
 
     async def unstopped(self, worker, prompt, max_tokens: int) -> Request:
         """A request that runs to its max_tokens."""
-        for seed in range(50):
+        for seed in range(500):
             request = self.request_(prompt, f"probe/{seed}", max_tokens, seed)
             if (await collect(worker, request))[-1].stop == "length":
                 await worker.release(request.trajectory)
@@ -80,7 +80,7 @@ class WorkerSuite:
 
     async def test_the_longest_sequence_ends_a_turn(self, worker, prompt):
         room = worker.max_length - len(prompt)
-        for seed in range(50):
+        for seed in range(500):
             chunks = await collect(worker, self.request_(prompt, f"g{seed}/0", 10 * worker.max_length, seed))
             if chunks[-1].stop == "length":
                 assert len(tokens(chunks)) == room

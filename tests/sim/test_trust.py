@@ -24,8 +24,9 @@ from venusrl.core.env import Observation
 from venusrl.core.trajectory import Trajectory
 from venusrl.models.config import ModelConfig
 from venusrl.models.decoder import init_params
-from venusrl.rollout.engine.engine import Engine, EngineOptions
+from venusrl.rollout.engine.engine import Engine
 from venusrl.rollout.engine.jax_worker import JaxWorker
+from venusrl.rollout.engine.options import EngineOptions
 from venusrl.rollout.service import RolloutOptions, RolloutService
 from venusrl.scheduling import SchedulerOptions, make_policy
 from venusrl.sim.cluster import Cluster

@@ -18,6 +18,7 @@ class Request:
       temperature: 0 is greedy.
       seed: of the trajectory's sampling, 0 <= seed < 2^31; with the position it decides every draw, whatever else is in
         the batch.
+      namespace: whose prefixes it may share; nothing is shared between different ones.
     """
 
     trajectory: str
@@ -25,6 +26,7 @@ class Request:
     max_tokens: int
     temperature: float = 1.0
     seed: int = 0
+    namespace: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Chunk:
         (greedy requests: under temperature 1).
       version: the weight version that generated them.
       stop: None while more follows; then "stop" (a stop token was generated, it is the last one), "length" (max_tokens
-        or the longest sequence reached) or "preempted".
+        or the longest sequence reached, or all KV filled) or "preempted".
     """
 
     tokens: list[int]
@@ -51,6 +53,13 @@ class Load:
     slots, running, waiting: counts of requests.
     generated_tokens, prefilled_tokens: since the start.
     pause_s: seconds for which weight updates kept decoding from running, since the start.
+    prompt_tokens, hit_tokens: of contexts, all but the last token each; and how many of those were cached.
+    stale_tokens: of hit_tokens, those whose KV older weights made.
+    retracted: running requests that had to wait again, for want of pages.
+    demoted: trajectories that were no longer resident before they ended.
+    moved_tokens: whose KV came from other workers.
+    pages, free_pages, evictable_pages: of KV; evictable ones hold what nothing runs on.
+    evicted_pages: given up, since the start.
     """
 
     slots: int
@@ -59,6 +68,16 @@ class Load:
     generated_tokens: int
     prefilled_tokens: int
     pause_s: float
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    stale_tokens: int = 0
+    retracted: int = 0
+    demoted: int = 0
+    moved_tokens: int = 0
+    pages: int = 0
+    free_pages: int = 0
+    evictable_pages: int = 0
+    evicted_pages: int = 0
 
 
 class Worker(Protocol):
@@ -99,6 +118,16 @@ class Worker(Protocol):
 
     async def release(self, trajectory: str) -> None:
         """Forgets the KV of a trajectory that has ended. Unknown ids are ignored."""
+        ...
+
+    async def export_kv(self, trajectory: str) -> Any:
+        """KV of the context of a trajectory that is not running here, for `import_kv` of a worker of the same kind;
+        None where there is none. It stays here, too, while there is room."""
+        ...
+
+    async def import_kv(self, prefix: Any) -> int:
+        """Takes KV from elsewhere; the tokens that were not here. 0 where there is no room for it, or it is of other
+        weights: what is missing is computed again."""
         ...
 
     async def update_weights(self, params: Any, version: int) -> None:

@@ -5,35 +5,9 @@ import jax
 
 from venusrl.models.config import ModelConfig
 from venusrl.models.decoder import init_params
-from venusrl.rollout.engine.engine import Engine, EngineOptions
-from venusrl.rollout.engine.rows import RowTable
+from venusrl.rollout.engine.engine import Engine
+from venusrl.rollout.engine.options import EngineOptions
 from venusrl.rollout.worker import Request
-
-
-def idle_table(*names: str) -> RowTable:
-    table = RowTable(len(names))
-    for name in names:
-        table.idle(table.acquire(name, [1, 2, 3]))
-    return table
-
-
-def test_rows_that_are_not_to_be_kept_go_first_then_the_least_recently_used():
-    table = idle_table("a", "b", "c")
-    table.kept |= {"a", "c"}
-    order = []
-    for name in ("x", "y", "z"):
-        index = table.acquire(name, [1])
-        order.append(index)
-    homes = {"a": 0, "b": 1, "c": 2}
-    assert order == [homes["b"], homes["a"], homes["c"]]
-    assert table.evictions == 3 and table.acquire("w", [1]) is None
-
-
-def test_a_released_trajectory_is_no_longer_kept():
-    table = idle_table("a", "b")
-    table.kept |= {"a"}
-    table.release("a")
-    assert table.kept == set()
 
 
 def test_requests_of_higher_priority_start_first_and_equals_in_order():

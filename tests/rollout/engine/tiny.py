@@ -10,7 +10,8 @@ import numpy as np
 from venusrl.models.attention import segment_attention
 from venusrl.models.config import ModelConfig
 from venusrl.models.decoder import Decoder, head_matrix, init_params
-from venusrl.rollout.engine.engine import Engine, EngineOptions
+from venusrl.rollout.engine.engine import Engine
+from venusrl.rollout.engine.options import EngineOptions
 from venusrl.rollout.worker import Request
 
 CONFIG = ModelConfig(64, 32, 2, 4, 2, 8, 48, rope_theta=1e4, max_length=128)
@@ -25,6 +26,8 @@ OPTIONS = EngineOptions(
     prefill_rows=(2,),
     prefill_tokens=(8,),
     read_lengths=(),
+    page=4,
+    debug=True,
 )
 STOP = 7
 

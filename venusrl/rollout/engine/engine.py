@@ -1,9 +1,12 @@
-"""The engine without asyncio: requests in, chunks out, one `step` at a time."""
+"""The engine without asyncio: requests in, chunks out, one `step` at a time.
 
-import dataclasses
+A step lets waiting requests begin by priority, prefills them for at most `stall_s`, and decodes a few tokens for every
+request that is ready. Where pages run out, requests of the lowest priority wait again; what they have computed stays
+cached as long as there is room.
+"""
+
+import math
 import time
-from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,52 +15,17 @@ import numpy as np
 
 from venusrl.core.errors import ConfigError, ContractError
 from venusrl.models.config import ModelConfig
-from venusrl.rollout.engine.cache import new_caches
+from venusrl.rollout.engine.kv import KvStore, Prefix
+from venusrl.rollout.engine.options import EngineOptions, bucket
 from venusrl.rollout.engine.programs import Programs, RowState
-from venusrl.rollout.engine.rows import RowTable
+from venusrl.rollout.engine.sequence import Queue, Sequence
 from venusrl.rollout.worker import Chunk, Load, Request
 
-
-@dataclasses.dataclass(frozen=True)
-class EngineOptions:
-    """Attributes:
-    slots: rows of KV, and requests at once.
-    max_length: tokens of a row, prompt included.
-    decode_steps: tokens a row may generate in one host turn.
-    decode_rows: batch sizes below `slots` that decode is compiled for, ascending; `slots` is added.
-    prefill_rows: batch sizes that prefill is compiled for, ascending.
-    prefill_tokens: lengths that prefill is compiled for, ascending; longer ones take several calls.
-    read_lengths: numbers of cached positions that attention is compiled for, ascending; max_length is added.
-    keep_kv: KV of older weights stays in use after an update (cheaper, and off-policy by more than it says).
-    """
-
-    slots: int = 64
-    max_length: int = 1024
-    decode_steps: int = 8
-    decode_rows: tuple[int, ...] = (16,)
-    prefill_rows: tuple[int, ...] = (4, 16)
-    prefill_tokens: tuple[int, ...] = (32, 128)
-    read_lengths: tuple[int, ...] = (256, 512)
-    keep_kv: bool = False
-
-    def __post_init__(self):
-        for name in ("prefill_rows", "prefill_tokens", "decode_rows", "read_lengths"):
-            value = getattr(self, name)
-            needed = name.startswith("prefill")
-            if (needed and not value) or list(value) != sorted(set(value)) or any(size < 1 for size in value):
-                raise ConfigError(f"rollout.{name}={value}; give ascending positive sizes")
-        for name, least in (("slots", 1), ("max_length", 2), ("decode_steps", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"rollout.{name}={getattr(self, name)} is too small; give {least} or more")
-
-
-def _bucket(value: int, sizes: Sequence[int]) -> int:
-    """The smallest size that holds `value`; the largest where none does."""
-    return next((size for size in sizes if size >= value), sizes[-1])
+Answer = tuple[Request, Chunk]
 
 
 class Engine:
-    """Static rows, prefill in buckets, fused decode. Not thread-safe: one caller at a time."""
+    """Rows and pages of KV, prefill in buckets, fused decode. Not thread-safe: one caller at a time."""
 
     def __init__(self, config: ModelConfig, params: Any, version: int, stop_tokens: tuple[int, ...], o: EngineOptions):
         if o.max_length > config.max_length:
@@ -69,20 +37,24 @@ class Engine:
         self._params = params
         self._programs = Programs(config, stop_tokens)
         self._stop = frozenset(stop_tokens)
-        self._caches = new_caches(config, o.slots, o.max_length)
-        self._reads = sorted({r for r in o.read_lengths if r < o.max_length} | {o.max_length})
+        self._kv = KvStore(config, o, self._programs)
+        self._reads = sorted({r for r in o.read_lengths if r < o.max_length} | {o.row_tokens})
         self._batches = sorted({r for r in o.decode_rows if r < o.slots} | {o.slots})
-        self._table = RowTable(o.slots)
-        self._queue: deque[Request] = deque()
-        self._priority: dict[str, int] = {}
-        self._running: dict[int, Request] = {}  # by row
-        self._left: dict[int, int] = {}  # tokens that a running row may still generate
-        self._generated = self._prefilled = 0
-        self._pause_s = 0.0
+        self._queue = Queue()
+        self._running: dict[str, Sequence] = {}
+        self._claims: dict[tuple, str] = {}  # prefixes that are being prefilled, and by whom
+        self._awaited: set[str] = set()  # those whose prefix another waits for
+        self._next: tuple[Any, int] | None = None  # weights that wait until nothing runs
+        self._resident: set[str] = set()
+        self._orders = 0
+        self._updated = 0  # the tree's clock at the last update
+        self._counts: dict[str, float] = dict.fromkeys(
+            ("generated", "prefilled", "prompt", "hit", "stale", "retracted", "demoted", "moved_in", "pause_s"), 0
+        )
 
     @property
     def busy(self) -> bool:
-        return bool(self._queue or self._running)
+        return bool(self._queue or self._running or self._next)
 
     @property
     def compiled(self) -> int:
@@ -90,136 +62,290 @@ class Engine:
         return self._programs.compiled
 
     def load(self) -> Load:
+        c, tree = self._counts, self._kv.tree
         return Load(
             slots=self.options.slots,
             running=len(self._running),
             waiting=len(self._queue),
-            generated_tokens=self._generated,
-            prefilled_tokens=self._prefilled,
-            pause_s=self._pause_s,
+            generated_tokens=int(c["generated"]),
+            prefilled_tokens=int(c["prefilled"]),
+            pause_s=c["pause_s"],
+            prompt_tokens=int(c["prompt"]),
+            hit_tokens=int(c["hit"]),
+            stale_tokens=int(c["stale"]),
+            retracted=int(c["retracted"]),
+            demoted=int(c["demoted"]),
+            moved_tokens=int(c["moved_in"]),
+            evicted_pages=tree.evicted,
+            free_pages=tree.free,
+            evictable_pages=tree.evictable,
+            pages=tree.capacity,
         )
+
+    # Requests
 
     def check_request(self, request: Request) -> None:
         """Raises ContractError where the request can never run."""
+        o, length = self.options, len(request.tokens)
         if not request.tokens or request.max_tokens < 1:
             raise ContractError(
-                f"request of {request.trajectory}: {len(request.tokens)} context tokens, max_tokens "
+                f"request of {request.trajectory}: {length} context tokens, max_tokens "
                 f"{request.max_tokens}; both must be at least 1"
             )
         if not 0 <= request.seed < 2**31:
             raise ContractError(f"request of {request.trajectory}: seed {request.seed} is no int32 >= 0; use another")
-        if len(request.tokens) >= self.options.max_length:
+        if length >= o.max_length:
             raise ContractError(
-                f"request of {request.trajectory}: {len(request.tokens)} context tokens leave no room in "
-                f"rollout.max_length={self.options.max_length}; end the trajectory, or raise it"
+                f"request of {request.trajectory}: {length} context tokens leave no room in "
+                f"rollout.max_length={o.max_length}; end the trajectory, or raise it"
+            )
+        if length >= o.pages * o.page:
+            raise ContractError(
+                f"request of {request.trajectory}: {length} context tokens do not fit the {o.pages} pages of {o.page} "
+                "tokens of rollout.kv_tokens; raise it"
             )
 
     def submit(self, request: Request) -> None:
-        """Queues a request; it starts at the next step that has a row for it."""
+        """Queues a request; it starts when its turn comes and a slot and pages are free."""
         self.check_request(request)
-        self._queue.append(request)
+        self._orders += 1
+        left = min(request.max_tokens, self.options.max_length - len(request.tokens))
+        self._queue.add(Sequence(request, list(request.tokens), left, self._orders))
 
     def cancel(self, trajectory: str) -> bool:
         """Ends the request of `trajectory`, if it has one; what it has generated was already given out."""
-        for request in self._queue:
-            if request.trajectory == trajectory:
-                self._queue.remove(request)
-                return True
-        for row, request in self._running.items():
-            if request.trajectory == trajectory:
-                self._end(row)
-                return True
-        return False
+        if self._queue.remove(trajectory) is not None:
+            return True
+        s = self._running.pop(trajectory, None)
+        if s is None:
+            return False
+        self._forget_claims(trajectory)
+        self._kv.end([s])
+        return True
 
     def release(self, trajectory: str) -> None:
-        """Forgets the KV of a trajectory that has ended."""
-        self._table.release(trajectory)
-        self._priority.pop(trajectory, None)
+        """Forgets a trajectory that has ended."""
+        self._kv.release(trajectory)
+        self._queue.priority.pop(trajectory, None)
+        self._resident.discard(trajectory)
 
     def prioritise(self, trajectory: str, priority: int, resident: bool) -> None:
-        """Requests of higher priority start first; KV of resident trajectories is kept before that of others."""
-        self._priority[trajectory] = priority
-        (self._table.kept.add if resident else self._table.kept.discard)(trajectory)
+        """Requests of higher priority start first and are retracted last; pages of resident trajectories stay before
+        those of others."""
+        self._queue.priority[trajectory] = priority
+        if resident != (trajectory in self._resident):
+            (self._resident.add if resident else self._resident.discard)(trajectory)
+            self._counts["demoted"] += not resident
+            self._kv.tree.refer(trajectory, resident)
+
+    # KV that moves
+
+    def export(self, trajectory: str, namespace: str = "") -> Prefix | None:
+        """KV of a trajectory that is not running, as far as it is cached; None where nothing is."""
+        if trajectory in self._running:
+            return None
+        return self._kv.export(trajectory, namespace, self.version)
+
+    def bring(self, prefix: Prefix) -> int:
+        """Takes KV of another engine of the same model; the tokens that were not here. Of other weights: 0."""
+        if prefix.version != self.version:
+            return 0
+        came = self._kv.bring(prefix, self._namespace(prefix.namespace))
+        self._counts["moved_in"] += came
+        return came
+
+    # Weights
 
     def set_weights(self, params: Any, version: int) -> None:
-        """Takes new weights. KV of the old ones is dropped (running rows prefill again) unless `keep_kv`."""
+        """Takes new weights, at once or (`on_update` "drain") when what runs has ended; see EngineOptions.on_update."""
+        if self.options.on_update == "drain" and self._running:
+            self._next = (params, version)
+            return
         started = time.perf_counter()
-        self._params = params
-        self.version = version
-        if not self.options.keep_kv:
-            self._table.invalidate()
+        self._next = None
+        self._params, self.version = params, version
+        if self.options.on_update != "keep":
+            for s in list(self._running.values()):
+                self._wait_again(s, keep=False)
+            self._kv.drop()
+        self._updated = self._kv.tree.ticks
         jax.block_until_ready(params)
-        self._pause_s += time.perf_counter() - started
+        self._counts["pause_s"] += time.perf_counter() - started
 
-    def step(self) -> list[tuple[Request, Chunk]]:
-        """Starts what can start, prefills it, decodes once; the chunk of each running request."""
-        while self._queue and self._table.available:
-            request = max(self._queue, key=lambda r: self._priority.get(r.trajectory, 0))  # the first of equals
-            self._queue.remove(request)
-            row = self._table.acquire(request.trajectory, request.tokens)
-            self._running[row] = request
-            self._left[row] = min(request.max_tokens, self.options.max_length - len(request.tokens))
-        self._prefill_running()
-        return self._decode_running() if self._running else []
+    # A step
 
-    def _prefill_running(self) -> None:
-        rows = self._table.rows
-        missing = {row: len(rows[row].tokens) - 1 - rows[row].cached for row in self._running}
-        waiting = sorted((row for row, n in missing.items() if n > 0), key=lambda row: missing[row])
-        largest = self.options.prefill_tokens[-1]
+    def step(self) -> list[Answer]:
+        """Starts what can start, prefills, decodes once; the chunk of each request that decoded."""
+        if self._next is not None and not self._running:
+            self.set_weights(*self._next)
+        answers: list[Answer] = []
+        deadline = time.perf_counter() + self.options.stall_s
+        while True:
+            missing = self._begin()
+            self._kv.fill_rows()
+            if not missing or not self._prefill(deadline):
+                break
+        self._make_room(answers)
+        self._decode(answers)
+        if self.options.debug:
+            self.check()
+        return answers
+
+    def check(self) -> None:
+        """No page is lost or there twice; see RadixTree.check."""
+        self._kv.tree.check([page for s in self._running.values() for page in s.pages[s.shared :]])
+
+    def _namespace(self, tenant: str) -> tuple:
+        return (tenant, None if self.options.on_update == "keep" else self.version)
+
+    def _begin(self) -> bool:
+        """Waiting requests begin, as far as there is room; whether there is anything to prefill."""
+        if self._next is None:
+            for s in self._queue.in_order():
+                if len(self._running) == self.options.slots:
+                    break
+                holder = self._holder(s)
+                if holder is not None:
+                    self._awaited.add(holder)  # it shares what is being computed, a moment later
+                    continue
+                if not self._kv.begin(s, self._namespace(s.request.namespace), reserve=len(self._running)):
+                    break
+                self._queue.remove(s.trajectory)
+                self._running[s.trajectory] = s
+                self._count_hit(s)
+                first = (s.cached // self.options.page + 1) * self.options.page
+                if first < len(s.tokens):
+                    self._claims[s.request.namespace, tuple(s.tokens[:first])] = s.trajectory
+        return any(s.missing > 0 for s in self._running.values())
+
+    def _holder(self, s: Sequence) -> str | None:
+        """Who is computing a page that `s` would compute."""
+        for length in {len(tokens) for _, tokens in self._claims}:
+            holder = self._claims.get((s.request.namespace, tuple(s.tokens[:length])))
+            if holder is not None and length < len(s.tokens):
+                return holder
+        return None
+
+    def _forget_claims(self, trajectory: str) -> None:
+        self._claims = {claim: holder for claim, holder in self._claims.items() if holder != trajectory}
+        self._awaited.discard(trajectory)
+
+    def _count_hit(self, s: Sequence) -> None:
+        self._counts["prompt"] += len(s.tokens) - 1
+        self._counts["hit"] += s.cached
+        node = s.node
+        while node is not None and self._updated:
+            self._counts["stale"] += len(node.tokens) * (node.born <= self._updated)
+            node = node.parent
+
+    def _wait_again(self, s: Sequence, keep: bool) -> None:
+        """A running request goes back to its place in the queue."""
+        del self._running[s.trajectory]
+        self._forget_claims(s.trajectory)
+        if keep:
+            self._kv.end([s])
+        else:
+            self._kv.abandon(s)
+        self._queue.add(s)
+
+    def _prefill(self, deadline: float) -> bool:
+        """Prefills until `deadline`, or to the end where nothing else waits for the device; whether it came to the
+        end, and others may begin."""
+        o, largest = self.options, self.options.prefill_tokens[-1]
+        decoding = any(s.missing == 0 for s in self._running.values())
+        waiting = [s for s in self._running.values() if s.missing > 0]
+        waiting.sort(key=lambda s: (self._queue.key(s)[0], s.missing))
         while waiting:
-            # Rows of like length together, so that little of a call is padding.
-            time_bucket = _bucket(missing[waiting[0]], self.options.prefill_tokens)
-            batch = [r for r in waiting if _bucket(missing[r], self.options.prefill_tokens) == time_bucket]
-            batch = batch[: self.options.prefill_rows[-1]]
-            size = _bucket(len(batch), self.options.prefill_rows)
+            # Sequences of like length together, so that little of a call is padding.
+            time_bucket = bucket(waiting[0].missing, o.prefill_tokens)
+            batch = [s for s in waiting if bucket(s.missing, o.prefill_tokens) == time_bucket][: o.prefill_rows[-1]]
+            size = bucket(len(batch), o.prefill_rows)
             tokens = np.zeros((size, time_bucket), np.int32)
             start, count, where = (np.zeros(size, np.int32) for _ in range(3))
-            for i, row in enumerate(batch):
-                entry = rows[row]
-                new = entry.tokens[entry.cached : min(len(entry.tokens) - 1, entry.cached + largest)]
+            for i, s in enumerate(batch):
+                new = s.tokens[s.cached : min(len(s.tokens) - 1, s.cached + largest)]
                 tokens[i, : len(new)] = new
-                where[i], start[i], count[i] = row, entry.cached, len(new)
-            read = _bucket(int((start + count).max()), self._reads)
-            self._caches = self._programs.prefill(read, self._params, self._caches, where, tokens, start, count)
-            for row, n in zip(batch, count, strict=False):
-                rows[row].cached += int(n)
-                missing[row] -= int(n)
-                self._prefilled += int(n)
-            waiting = [row for row in waiting if missing[row] > 0]
+                where[i], start[i], count[i] = s.row, s.cached, len(new)
+            read = bucket(int((start + count).max()), self._reads)
+            self._kv.caches = self._programs.prefill(read, self._params, self._kv.caches, where, tokens, start, count)
+            for s, n in zip(batch, count, strict=False):
+                s.cached += int(n)
+                self._counts["prefilled"] += int(n)
+                if not s.missing:
+                    self._prefilled(s)
+            waiting = [s for s in waiting if s.missing > 0]
+            if decoding and waiting:
+                self._kv.wait()
+                if time.perf_counter() > deadline:
+                    return False
+        return bool(self._queue)
 
-    def _decode_running(self) -> list[tuple[Request, Chunk]]:
+    def _prefilled(self, s: Sequence) -> None:
+        if s.trajectory in self._awaited:
+            self._kv.publish(s)
+        self._forget_claims(s.trajectory)
+
+    def _make_room(self, answers: list[Answer]) -> None:
+        """Pages for what the next decode writes, the highest priority first; the lowest are retracted for them."""
+        ready = sorted((s for s in self._running.values() if not s.missing), key=self._queue.key)
+        for s in ready:
+            if s.trajectory not in self._running:
+                continue  # it was retracted
+            wanted = len(s.tokens) - 1 + min(self.options.decode_steps, s.left)
+            while not self._kv.grow(s, wanted):
+                victim = max(self._running.values(), key=self._queue.key)
+                if len(self._running) == 1:
+                    self._finish(s, answers, Chunk([], [], self.version, "length"))  # it has all pages there are
+                    break
+                self._wait_again(victim, keep=True)
+                self._counts["retracted"] += 1
+                if victim is s:
+                    break
+
+    def _finish(self, s: Sequence, answers: list[Answer], chunk: Chunk) -> None:
+        answers.append((s.request, chunk))
+        del self._running[s.trajectory]
+        self._forget_claims(s.trajectory)
+        self._kv.end([s])
+
+    def _decode(self, answers: list[Answer]) -> None:
+        ready = [s for s in self._running.values() if not s.missing]
+        if not ready:
+            return
         slots, steps = self.options.slots, self.options.decode_steps
-        size = _bucket(len(self._running), self._batches)
-        # Where each running row stands in the batch: its own place in a whole one, else the next.
-        places = {row: row if size == slots else i for i, row in enumerate(self._running)}
+        size = bucket(len(ready), self._batches)
+        # Where each row stands in the batch: its own place in a whole one, else the next.
+        places = [s.row if size == slots else i for i, s in enumerate(ready)]
         where = np.full(size, slots, np.int32)
         token, position, remaining, seed = (np.zeros(size, np.int32) for _ in range(4))
         temperature = np.zeros(size, np.float32)
-        for row, request in self._running.items():
-            entry, i = self._table.rows[row], places[row]
-            where[i], token[i], position[i] = row, entry.tokens[-1], len(entry.tokens) - 1
-            remaining[i], seed[i], temperature[i] = self._left[row], request.seed, request.temperature
-        read = _bucket(int(position.max()), self._reads)
+        for i, s in zip(places, ready, strict=True):
+            where[i], token[i], position[i] = s.row, s.tokens[-1], len(s.tokens) - 1
+            remaining[i], seed[i], temperature[i] = s.left, s.request.seed, s.request.temperature
+        read = bucket(int(position.max()), self._reads)
         state = RowState(*(jnp.asarray(x) for x in (token, position, remaining, temperature, seed)))
         rows = None if size == slots else jnp.asarray(where)
-        self._caches, out = self._programs.decode(steps, read, self._params, self._caches, rows, state)
+        self._kv.caches, out = self._programs.decode(steps, read, self._params, self._kv.caches, rows, state)
         tokens, logprobs, counts = (np.asarray(x) for x in out)
-        chunks = []
-        for row, request in list(self._running.items()):
-            n = int(counts[places[row]])
-            new = tokens[:n, places[row]].tolist()
-            entry = self._table.rows[row]
-            entry.tokens.extend(new)
-            entry.cached = len(entry.tokens) - 1
-            self._left[row] -= n
-            self._generated += n
-            stop = "stop" if new[-1] in self._stop else "length" if self._left[row] <= 0 else None
-            chunks.append((request, Chunk(new, logprobs[:n, places[row]].tolist(), self.version, stop)))
+        ended = []
+        for i, s in zip(places, ready, strict=True):
+            n = int(counts[i])
+            new, new_logprobs = tokens[:n, i].tolist(), logprobs[:n, i].tolist()
+            good = next((k for k, value in enumerate(new_logprobs) if not math.isfinite(value)), n)
+            if good < n:  # the logits were no numbers: this request fails, the others go on
+                del self._running[s.trajectory]
+                self._kv.abandon(s)
+                answers.append((s.request, Chunk(new[:good], new_logprobs[:good], self.version, "nan")))
+                continue
+            s.tokens += new
+            s.cached = len(s.tokens) - 1
+            s.left -= n
+            self._counts["generated"] += n
+            stop = "stop" if new[-1] in self._stop else "length" if s.left <= 0 else None
+            answers.append((s.request, Chunk(new, new_logprobs, self.version, stop)))
             if stop:
-                self._end(row)
-        return chunks
-
-    def _end(self, row: int) -> None:
-        del self._running[row], self._left[row]
-        self._table.idle(row)
+                ended.append(s)
+        for s in ended:
+            del self._running[s.trajectory]
+            self._forget_claims(s.trajectory)
+        self._kv.end(ended)

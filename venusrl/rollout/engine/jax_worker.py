@@ -7,6 +7,7 @@ from typing import Any
 
 from venusrl.core.errors import ContractError, WorkerError
 from venusrl.rollout.engine.engine import Engine
+from venusrl.rollout.engine.kv import Prefix
 from venusrl.rollout.worker import Chunk, Load, Request
 
 
@@ -24,11 +25,12 @@ class JaxWorker:
         self.name = name
         self.slots = engine.options.slots
         self.max_length = engine.options.max_length
-        self.kv_tokens = 0
+        self.kv_tokens = engine.options.pages * engine.options.page
         self._engine = engine
         self._streams: dict[str, tuple[Request, asyncio.Queue]] = {}
         self._asked: list[Callable[[], Awaitable | None]] = []
         self._updates: set[asyncio.Future] = set()
+        self._draining: dict[asyncio.Future, int] = {}  # the version that each waits for
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"engine-{name}")
         self._task: asyncio.Task | None = None
@@ -62,6 +64,8 @@ class JaxWorker:
                     finished = True
                     raise item
                 finished = item.stop is not None
+                if item.stop == "nan":
+                    raise WorkerError(f"request of {request.trajectory} on {self.name}: its logits are not finite")
                 yield item
         finally:
             del self._streams[request.trajectory]
@@ -85,14 +89,36 @@ class JaxWorker:
     async def release(self, trajectory: str) -> None:
         self._ask(lambda: self._engine.release(trajectory))
 
+    async def export_kv(self, trajectory: str) -> Prefix | None:
+        return await self._call(lambda: self._engine.export(trajectory))
+
+    async def import_kv(self, prefix: Prefix | None) -> int:
+        return await self._call(lambda: self._engine.bring(prefix)) if prefix is not None else 0
+
+    async def _call(self, act: Callable[[], Any]) -> Any:
+        """What `act` gives, between two steps."""
+        done = asyncio.get_running_loop().create_future()
+
+        def run():
+            result = act()
+            if not done.done():
+                done.set_result(result)
+
+        self._ask(run)
+        self._updates.add(done)
+        try:
+            return await done
+        finally:
+            self._updates.discard(done)
+
     async def update_weights(self, params: Any, version: int) -> None:
         loop = asyncio.get_running_loop()
         done = loop.create_future()
 
         async def act():
             await loop.run_in_executor(self._thread, self._engine.set_weights, params, version)
-            if not done.done():
-                done.set_result(None)
+            self._draining[done] = version
+            self._tell_updated()
 
         self._ask(act)
         self._updates.add(done)
@@ -100,6 +126,12 @@ class JaxWorker:
             await done
         finally:
             self._updates.discard(done)
+
+    def _tell_updated(self) -> None:
+        for done in [d for d, version in self._draining.items() if version <= self._engine.version]:
+            del self._draining[done]
+            if not done.done():
+                done.set_result(None)
 
     def _cancel(self, trajectory: str) -> None:
         self._engine.cancel(trajectory)
@@ -128,6 +160,7 @@ class JaxWorker:
                     await self._wake.wait()
                     continue
                 chunks = await loop.run_in_executor(self._thread, self._engine.step)
+                self._tell_updated()
                 for request, chunk in chunks:
                     reader, stream = self._streams.get(request.trajectory, (None, None))
                     if reader is request:  # it may have left meanwhile, and another come under the same id
