@@ -49,7 +49,8 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
         temperature=1.0,  # of training's sampling
         max_tokens=64,  # of a turn
         env_s=120.0,  # seconds that reset, a step or grade may take
-        slots=64,  # requests that the worker runs at once, and rows of KV
+        workers=1,  # engines; they share the machine's devices
+        slots=64,  # requests that a worker runs at once, each with a row of KV
         max_length=512,  # of a trajectory, in tokens
         decode_steps=8,  # tokens a host turn
         # Each of the next four is a set of shapes to compile; their products are few, and nothing else is compiled.

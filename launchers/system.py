@@ -5,6 +5,7 @@ The one place that knows them all. Nothing here decides anything.
 
 import contextlib
 import dataclasses
+import logging
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from venusrl.coordinator.prompts import PromptStream
 from venusrl.coordinator.rules import check_dataset, make_rule
 from venusrl.core.clock import WallClock
 from venusrl.core.env import TaskSet
-from venusrl.core.errors import ConfigError
+from venusrl.core.errors import ConfigError, WorkerError
 from venusrl.learner.learner import Learner, LearnerOptions
 from venusrl.learner.objectives import make_objective
 from venusrl.learner.publish import publish
@@ -206,33 +207,48 @@ def make_tasks(config: config_dict.ConfigDict, pool: SandboxPool, split: str) ->
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """Everything that generates: sandboxes, tasks, a worker, and the service that drives trajectories over it."""
+    """Everything that generates: sandboxes, tasks, workers, and the service that drives trajectories over them."""
 
     pool: SandboxPool
     train_tasks: TaskSet
     heldout_tasks: TaskSet
-    worker: JaxWorker
+    workers: tuple[JaxWorker, ...]
     service: RolloutService
+
+    @property
+    def failure(self) -> WorkerError | None:
+        """What ended the last worker; None while one works."""
+        failures = [worker.failure for worker in self.workers]
+        return None if None in failures else failures[-1]
+
+
+async def _close(worker: JaxWorker, others: bool) -> None:
+    try:
+        await worker.close()
+    except WorkerError as error:
+        if not others:
+            raise
+        logging.warning("%s", error)  # the others did its work
 
 
 @contextlib.asynccontextmanager
 async def open_rollout(config: config_dict.ConfigDict, model: Model, params, version: int) -> AsyncIterator[Rollout]:
-    """Starts sandboxes and a worker with `params` (the learner's; a copy is made); stops them on the way out."""
-    engine = Engine(
-        model.config,
-        publish(params, model.config.dtype),
-        version,
-        model.chat.stop_tokens,
-        engine_options(config),
+    """Starts sandboxes and workers with `params` (the learner's; a copy is made); stops them on the way out."""
+    if config.rollout.workers < 1:
+        raise ConfigError(f"rollout.workers={config.rollout.workers}; give at least 1")
+    published, stop, options = publish(params, model.config.dtype), model.chat.stop_tokens, engine_options(config)
+    workers = tuple(
+        JaxWorker(f"jax-{i}", Engine(model.config, published, version, stop, options))
+        for i in range(config.rollout.workers)
     )
-    worker = JaxWorker("jax-0", engine)
     policy = scheduler(config)
-    async with SandboxPool(max_sandboxes=config.sandbox.max_sandboxes) as pool:
-        await worker.start()
-        service = RolloutService({worker.name: worker}, policy, model.chat, WallClock(), rollout_options(config))
-        try:
-            train, heldout = (make_tasks(config, pool, split) for split in ("train", "heldout"))
-            yield Rollout(pool, train, heldout, worker, service)
-        finally:
-            await service.close()
-            await worker.close()
+    async with contextlib.AsyncExitStack() as stack:
+        pool = await stack.enter_async_context(SandboxPool(max_sandboxes=config.sandbox.max_sandboxes))
+        for worker in workers:
+            await worker.start()
+            stack.push_async_callback(_close, worker, others=len(workers) > 1)
+        by_name = {worker.name: worker for worker in workers}
+        service = RolloutService(by_name, policy, model.chat, WallClock(), rollout_options(config))
+        stack.push_async_callback(service.close)
+        train, heldout = (make_tasks(config, pool, split) for split in ("train", "heldout"))
+        yield Rollout(pool, train, heldout, workers, service)

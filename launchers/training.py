@@ -26,6 +26,7 @@ from venusrl.observe.plots import reward_plot
 from venusrl.observe.progress import Progress, summary_table
 from venusrl.observe.run_log import RunLog, read_jsonl
 from venusrl.rollout.evaluation import evaluate
+from venusrl.rollout.worker import total
 
 
 @dataclasses.dataclass
@@ -161,8 +162,8 @@ class TrainingRun:
         outcome = await self._unless_stopped(self._rollout.service.outcomes.get())
         if outcome is None:
             return
-        if self._rollout.worker.failure is not None:  # the only one: nothing can be generated any more
-            raise self._rollout.worker.failure
+        if self._rollout.failure is not None:  # nothing can be generated any more
+            raise self._rollout.failure
         group = self.coordinator.group(outcome.trajectory.group_id)
         if group is None:
             return  # its group has failed meanwhile
@@ -242,7 +243,7 @@ class TrainingRun:
     def _record(self, batch: Batch, metrics: dict[str, float], waited: float, took: float) -> None:
         rewards = [t.reward for t in batch.trajectories]
         staleness = batch.staleness()
-        load = self._rollout.worker.load()
+        load = total(worker.load() for worker in self._rollout.workers)
         c = self.coordinator.counters
         self.last = {
             "reward": statistics.fmean(rewards),
@@ -255,6 +256,12 @@ class TrainingRun:
             "tokens_per_s": metrics["tokens"] / took,
             "generated_per_s": metrics["generated_tokens"] / took,
             "prefilled_tokens": float(load.prefilled_tokens),
+            "kv_hit_rate": load.hit_tokens / max(1, load.prompt_tokens),
+            "kv_stale_tokens": float(load.stale_tokens),
+            "kv_evicted_pages": float(load.evicted_pages),
+            "kv_moved_tokens": float(load.moved_tokens),
+            "retracted_requests": float(load.retracted),
+            "demoted_trajectories": float(load.demoted),
             "weight_pause_s": load.pause_s,
             "refilled_trajectories": float(c.refilled_trajectories),
             "failed_groups": float(c.failed),

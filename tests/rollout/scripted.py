@@ -51,6 +51,7 @@ class ScriptedWorker:
         self.running: dict[str, Request] = {}
         self.most_running = 0
         self.requests: list[Request] = []
+        self.kv: dict[str, tuple] = {}  # by trajectory, what a transfer takes along
         self.released: list[str] = []
         self.fail: Callable[[Request], Exception | None] = lambda request: None
         self._chunk = chunk
@@ -94,6 +95,7 @@ class ScriptedWorker:
                     elif left == 0 or len(tokens) == self.max_length:
                         stop = "length"
                 self._generated += len(made)
+                self.kv[request.trajectory] = (request.trajectory, tuple(tokens))
                 yield Chunk(made, [-0.5] * len(made), self.version, stop)
         finally:
             del self.running[request.trajectory]
@@ -110,7 +112,20 @@ class ScriptedWorker:
         if self._closed:
             raise WorkerError(f"worker {self.name} is closed")
         self.standing.pop(trajectory, None)
+        self.kv.pop(trajectory, None)
         self.released.append(trajectory)
+
+    async def export_kv(self, trajectory: str):
+        await self.gate.wait()
+        if self._closed or self.failure:
+            raise WorkerError(f"worker {self.name} is closed")
+        return self.kv.get(trajectory)
+
+    async def import_kv(self, prefix) -> int:
+        if self._closed or self.failure:
+            raise WorkerError(f"worker {self.name} is closed")
+        self.kv[prefix[0]] = prefix
+        return 1
 
     async def update_weights(self, params, version: int) -> None:
         await asyncio.sleep(0)

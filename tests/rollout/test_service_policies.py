@@ -8,7 +8,7 @@ from venusrl.core.errors import WorkerError
 from venusrl.core.group import Group
 from venusrl.core.trajectory import Trajectory
 from venusrl.scheduling import POLICIES, SchedulerOptions, make_policy
-from venusrl.scheduling.protocol import ActionReady, Admit, Prioritise, Wake
+from venusrl.scheduling.protocol import ActionDone, ActionReady, Admit, Prioritise, Wake
 
 from .bench import SCRIPT, Bench, until
 from .scripted import ScriptedEnv, ScriptedWorker
@@ -63,12 +63,10 @@ async def test_every_policy_goes_on_when_a_worker_fails(name):
     bad.failure = WorkerError("worker bad failed")
     bad.fail = lambda request: bad.failure
     bad.gate.set()
-    lost = []
     for _ in trajectories:
         outcome = await bench.outcome()
-        if outcome.lost is not None:
-            lost.append(outcome.trajectory.id)
-    assert set(lost) == on_bad
+        assert outcome.lost is None and outcome.trajectory.reward == 1.0
+    assert {r.trajectory for r in bad.requests} == on_bad
     assert len(bad.requests) == 2, "a worker that has failed was given more"
     await bench.service.update_weights(None, 1)
     assert good.version == 1
@@ -82,11 +80,12 @@ class Saying:
         self.decisions = list(decisions)
         self.asked: list[float] = []
         self.seen: list = []
+        self.where = lambda event: ("w",)
 
     def observe(self, event):
         self.seen.append(event)
         if isinstance(event, ActionReady):
-            self.decisions.append(Admit(event.trajectory, "w"))
+            self.decisions.append(Admit(event.trajectory, *self.where(event)))
 
     def decide(self, now):
         self.asked.append(now)
@@ -126,3 +125,93 @@ async def test_a_policy_is_asked_again_when_it_wants_to_be():
     await bench.service.close()
     await asyncio.sleep(0.05)
     assert len(policy.asked) == asked, "asked after the service was closed"
+
+
+def moving(turns: int = 2):
+    """A service whose second turns go from worker v to worker w, with their KV."""
+    policy = Saying()
+    policy.where = lambda event: ("w", "v") if event.turn else ("v",)
+    bench = Loose(ScriptedWorker(SCRIPT, "v"), ScriptedWorker(SCRIPT, "w"), policy=policy)
+    return bench, *bench.workers
+
+
+async def test_kv_moves_with_an_action():
+    bench, source, target = moving()
+    outcome = await bench.run(ScriptedEnv(turns=2))
+    assert outcome.lost is None
+    assert bench.service.moved == 1 and "g0/0" in source.released
+    assert [r.trajectory for r in target.requests] == ["g0/0"] and len(source.requests) == 1
+
+
+async def test_a_worker_that_dies_while_its_kv_moves_costs_a_prefill_only():
+    bench, source, target = moving()
+
+    async def die(what):
+        if what == "step":
+            source.failure = WorkerError("worker v failed")
+
+    outcome = await bench.run(ScriptedEnv(turns=2, act=die))
+    assert outcome.lost is None and outcome.trajectory.reward == 1.0
+    assert bench.service.moved == 0 and len(target.requests) == 1
+
+
+async def test_kv_that_does_not_come_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr("venusrl.rollout.dispatch.CARRY_S", 0.05)
+    bench, source, target = moving()
+
+    async def hold(what):
+        if what == "step":
+            source.gate.clear()
+
+    outcome = await bench.run(ScriptedEnv(turns=2, act=hold))
+    assert outcome.lost is None and bench.service.moved == 0 and len(target.requests) == 1
+
+
+async def test_a_trajectory_that_is_cancelled_while_its_kv_moves_gives_its_slot_back():
+    bench, source, target = moving()
+
+    async def hold(what):
+        if what == "step":
+            source.gate.clear()
+
+    bench.start(ScriptedEnv(turns=2, act=hold))
+    await until(lambda: bench.service._dispatcher._tasks)
+    bench.service.cancel("g0/0")
+    await until(lambda: not bench.service._tasks)
+    source.gate.set()
+    await until(lambda: not bench.service._dispatcher._tasks)
+    assert not target.requests
+    done = [e for e in bench.policy.seen if isinstance(e, ActionDone)]
+    assert [e.preempted for e in done] == [False, True]
+    bench.check_idle()
+
+
+async def test_what_a_lost_worker_had_generated_is_kept():
+    """A worker killed in mid-decode: the turn goes on elsewhere, token by token the same."""
+    policy = make_policy("fcfs_action")
+    bad, good = ScriptedWorker(SCRIPT, "bad"), ScriptedWorker(SCRIPT, "good", slots=1)
+    bench = Loose(bad, good, policy=policy)
+    whole = await Loose(ScriptedWorker(SCRIPT), policy=make_policy("fcfs_action")).run(ScriptedEnv(turns=1), seed=4)
+    chunks = []
+
+    def fail(request):
+        chunks.append(request)
+        if len(chunks) == 3:
+            bad.failure = WorkerError("worker bad failed")
+            return bad.failure
+
+    bad.fail = fail
+    outcome = await bench.run(ScriptedEnv(turns=1), seed=4)
+    assert outcome.trajectory.tokens == whole.trajectory.tokens
+    assert len(good.requests[0].tokens) == len(bad.requests[0].tokens) + 4
+
+
+async def test_the_last_worker_s_failure_ends_its_trajectories():
+    bench = Loose(ScriptedWorker(SCRIPT), policy=make_policy("fcfs_action"))
+
+    def fail(request):
+        bench.worker.failure = WorkerError("worker w failed")
+        return bench.worker.failure
+
+    bench.worker.fail = fail
+    assert "worker w failed" in (await bench.run(ScriptedEnv(turns=1))).lost

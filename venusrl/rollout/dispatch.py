@@ -1,9 +1,11 @@
 """Carries out a scheduling policy live: actions wait here until the policy admits them."""
 
 import asyncio
-from collections.abc import Mapping
+import logging
+from collections.abc import Coroutine, Mapping
 
 from venusrl.core.clock import Clock
+from venusrl.core.errors import WorkerError
 from venusrl.rollout.worker import Worker
 from venusrl.scheduling.protocol import (
     ActionDone,
@@ -18,11 +20,17 @@ from venusrl.scheduling.protocol import (
     WorkerUp,
 )
 
+CARRY_S = 5.0  # seconds that KV may take from worker to worker
+
 
 class Dispatcher:
     """Feeds events to the policy and turns its decisions into slots. Single event loop; no locks needed.
 
-    KV is not yet carried from worker to worker: `Admit.kv_from` is passed over, and the context prefilled anew.
+    An action that is admitted away from its KV takes it along: it begins when the KV has come, or after `CARRY_S`
+    without it.
+
+    Attributes:
+      moved: actions that took KV along.
     """
 
     def __init__(self, policy: SchedulerPolicy, workers: Mapping[str, Worker], clock: Clock):
@@ -36,6 +44,7 @@ class Dispatcher:
         self._reported: set[str] = set()  # their end was reported with their worker's
         self._tasks: set[asyncio.Task] = set()
         self._alarms: set[asyncio.TimerHandle] = set()
+        self.moved = 0
         for name, worker in workers.items():
             policy.observe(WorkerUp(clock.now(), name, worker.slots, worker.kv_tokens))
 
@@ -69,16 +78,21 @@ class Dispatcher:
             self.observe(ActionDone(self._clock.now(), ready.trajectory, tokens=0, preempted=True))
             raise
 
-    def worker_lost(self, name: str) -> None:
-        """A worker has failed; what ran on it is reported as preempted. A second time is no different."""
+    def worker_lost(self, name: str) -> bool:
+        """A worker has failed; what ran on it is reported as preempted. A second time is no different.
+
+        Returns:
+          whether there is another one.
+        """
         if self._workers.pop(name, None) is None:
-            return
+            return bool(self._workers)
         for trajectory in [t for t, worker in self._running.items() if worker == name]:
             del self._running[trajectory]
             self._reported.add(trajectory)
             self._policy.observe(ActionDone(self._clock.now(), trajectory, tokens=0, preempted=True))
         self._homes = {t: worker for t, worker in self._homes.items() if worker != name}
         self.observe(WorkerDown(self._clock.now(), name))
+        return bool(self._workers)
 
     def close(self) -> None:
         """Nothing is decided any more unless there is an event."""
@@ -95,11 +109,14 @@ class Dispatcher:
                 self._prioritise(decision.trajectory)
             elif isinstance(decision, Preempt):
                 worker = self._workers[self._running[decision.trajectory]]
-                task = asyncio.ensure_future(worker.preempt(decision.trajectory))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._spawn(worker.preempt(decision.trajectory))
             else:
                 self._set_alarm(decision.time - now)
+
+    def _spawn(self, work: Coroutine) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _set_alarm(self, seconds: float) -> None:
         alarm = asyncio.get_running_loop().call_later(max(0.0, seconds), lambda: self._wake(alarm))
@@ -113,8 +130,24 @@ class Dispatcher:
         future = self._waiting.pop(decision.trajectory)
         self._running[decision.trajectory] = self._homes[decision.trajectory] = decision.worker
         self._prioritise(decision.trajectory)
-        if not future.done():  # a cancelled waiter hands its slot back itself
-            future.set_result(self._workers[decision.worker])
+        worker, source = self._workers[decision.worker], self._workers.get(decision.kv_from)
+        if source is not None and source is not worker:
+            self._spawn(self._carry(decision.trajectory, source, worker, future))
+        elif not future.done():  # a cancelled waiter hands its slot back itself
+            future.set_result(worker)
+
+    async def _carry(self, trajectory: str, source: Worker, worker: Worker, future: asyncio.Future) -> None:
+        """Moves KV, then lets the action begin; whatever fails on the way costs a prefill and no more."""
+        try:
+            async with asyncio.timeout(CARRY_S):
+                prefix = await source.export_kv(trajectory)
+                if prefix is not None and await worker.import_kv(prefix):
+                    self.moved += 1
+                    await source.release(trajectory)
+        except (TimeoutError, WorkerError) as error:
+            logging.warning("KV of %s did not get from %s to %s: %s", trajectory, source.name, worker.name, error)
+        if not future.done():
+            future.set_result(worker)
 
     def _prioritise(self, trajectory: str) -> None:
         worker = self._workers.get(self._homes.get(trajectory))

@@ -145,6 +145,11 @@ class RolloutService:
         return sum(t.status == status for t in list(self._live.values()))  # the display asks from its own thread
 
     @property
+    def moved(self) -> int:
+        """Actions that took their KV from worker to worker."""
+        return self._dispatcher.moved
+
+    @property
     def waiting(self) -> int:
         """Actions that wait for a slot."""
         return self._dispatcher.waiting
@@ -221,9 +226,11 @@ class RolloutService:
                             trajectory.append_generated(chunk.tokens, chunk.logprobs, chunk.version)
                         made, stop = made + len(chunk.tokens), chunk.stop
             except WorkerError:
-                if worker.failure is not None:
-                    self._dispatcher.worker_lost(worker.name)
-                raise
+                if worker.failure is None:
+                    raise  # this request failed, or the run is over
+                if not self._dispatcher.worker_lost(worker.name):
+                    raise
+                stop = "preempted"  # it goes on elsewhere, from the tokens it has
             finally:
                 interrupted = stop in (None, "preempted")
                 self._dispatcher.observe(ActionDone(self._clock.now(), trajectory.id, made, interrupted))

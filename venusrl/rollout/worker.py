@@ -1,7 +1,7 @@
 """The contract of a worker. The JAX engine, SGLang and the simulated worker all keep it."""
 
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any, Protocol
 
 from venusrl.core.errors import WorkerError
@@ -78,6 +78,11 @@ class Load:
     free_pages: int = 0
     evictable_pages: int = 0
     evicted_pages: int = 0
+
+
+def total(loads: Iterable[Load]) -> Load:
+    """Of several workers together."""
+    return Load(*(sum(column) for column in zip(*(dataclasses.astuple(load) for load in loads), strict=True)))
 
 
 class Worker(Protocol):
