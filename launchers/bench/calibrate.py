@@ -42,7 +42,7 @@ def _decode_step_s(engine: Engine, requests: int) -> float:
     """Seconds of a token for each of `requests`."""
     chunks = 4
     for i in range(requests):
-        engine.submit(Request(f"decode/{i}", [1, 2, 3], (chunks + 1) * engine.options.decode_steps, seed=i))
+        engine.submit(Request(f"decode/{i}", _fresh(engine, 3), (chunks + 1) * engine.options.decode_steps, seed=i))
     engine.step()
     began = time.perf_counter()
     for _ in range(chunks):
@@ -56,10 +56,16 @@ def _decode_step_s(engine: Engine, requests: int) -> float:
 
 def _first_chunk_s(engine: Engine, tokens: int) -> float:
     """Seconds of one prefill and one chunk."""
-    engine.submit(Request("prefill/0", [1] * tokens, engine.options.decode_steps))
+    engine.submit(Request("prefill/0", _fresh(engine, tokens), engine.options.decode_steps))
     began = time.perf_counter()
     while engine.busy:
         engine.step()
     took = time.perf_counter() - began
     engine.release("prefill/0")
     return took
+
+
+def _fresh(engine: Engine, tokens: int) -> list[int]:
+    """A prompt whose KV is not cached: it differs with what the engine has done so far."""
+    rng = np.random.default_rng(engine.load().generated_tokens)
+    return rng.integers(1, 20, tokens).tolist()

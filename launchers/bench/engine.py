@@ -1,80 +1,176 @@
-"""Tokens a second of the engine: decode with every slot busy, and prefill.
+"""Tokens a second of the engine against a plain static cache, and what of its contexts it computes again.
 
     python -m launchers.bench.engine
 
-The last line is one JSON object: tokens_per_s (decode) and prefill_tokens_per_s by model size.
+Decode: every slot busy, prompts of half a row, generated until the row is full. The static cache beside it is the same
+compiled decode on rows alone, without pages, queue or streams; both take turns, so `paging_overhead` is a ratio of one
+run. Turns: twice as many trajectories as slots take turns with observations between; `reprefill_ratio` is prefilled
+tokens against tokens that are new. Where `--sglang` names a Python with SGLang, its server is measured on the tiny
+model, 16 requests at once, and so is a worker of ours (`vs_sglang`). The last line is one JSON object.
 """
 
+import dataclasses
 import json
 import statistics
 import time
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from launchers.bench import common
-from venusrl.models.config import model_config
+from launchers.bench import common, sglang
+from venusrl.models.config import ModelConfig, model_config
 from venusrl.models.decoder import init_params
+from venusrl.rollout.engine.cache import new_caches
 from venusrl.rollout.engine.engine import Engine
 from venusrl.rollout.engine.options import EngineOptions
+from venusrl.rollout.engine.programs import Programs, RowState
 from venusrl.rollout.worker import Request
 
 _SLOTS = flags.DEFINE_integer("slots", 32, "Requests at once.", lower_bound=1)
+_SGLANG = flags.DEFINE_string("sglang", "", "A Python interpreter that has SGLang; empty: not measured.")
 
-SIZES = {"1M": ("tiny", 256), "6M": ("6m", 512)}  # model, length of a row
+# Model and tokens of a row. 1M has 0.85 million parameters; tiny is the quick start's.
+SIZES = {
+    "1M": (ModelConfig(512, 128, 4, 4, 2, 32, 384, rope_theta=1e4, max_length=1024), 256),
+    "6M": (model_config("6m"), 512),
+    "tiny": (model_config("tiny"), 256),
+}
 
 
-def measure(name: str, length: int, dtype: str) -> tuple[float, float]:
-    """(decode, prefill) tokens a second: prompts of half a row, generated until the row is full."""
-    config = model_config(name, dtype=dtype)
-    params = nn.meta.unbox(jax.jit(lambda k: init_params(config, k))(jax.random.key(0)))
-    params = jax.tree.map(lambda x: x.astype(dtype), params)
-    never = (config.vocab_size,)  # no token stops, so every slot stays busy
-    engine = Engine(
-        config,
-        params,
-        0,
-        never,
-        EngineOptions(
-            slots=_SLOTS.value, max_length=length, prefill_rows=(16,), prefill_tokens=(128,), read_lengths=()
-        ),
+def make_params(config: ModelConfig) -> dict:
+    """Random weights in the model's dtype."""
+    params = nn.meta.unbox(jax.jit(lambda key: init_params(config, key))(jax.random.key(0)))
+    return jax.tree.map(lambda x: x.astype(config.dtype), params)
+
+
+def options(slots: int, length: int, **more) -> EngineOptions:
+    return EngineOptions(
+        slots=slots, max_length=length, prefill_rows=(16,), prefill_tokens=(128,), read_lengths=(), **more
     )
-    rng = np.random.default_rng(0)
-    prompt, decode_rates, prefill_rates = length // 2, [], []
-    for repeat in range(common.REPEATS.value + 1):
-        for i in range(_SLOTS.value):
-            tokens = rng.integers(config.vocab_size, size=prompt).tolist()
-            engine.submit(Request(f"{repeat}/{i}", tokens, length - prompt, seed=i))
+
+
+class Paged:
+    """The engine, one round at a time."""
+
+    def __init__(self, config: ModelConfig, params: dict, slots: int, length: int):
+        never = (config.vocab_size,)  # no token stops, so every slot stays busy
+        self.engine = Engine(config, params, 0, never, options(slots, length))
+        self.config, self.slots, self.length, self.rounds = config, slots, length, 0
+        self.rng = np.random.default_rng(0)
+
+    def round(self) -> tuple[float, float]:
+        """(decode, prefill) tokens a second of one round."""
+        self.rounds += 1
+        prompt, names = self.length // 2, [f"{self.rounds}/{i}" for i in range(self.slots)]
+        for i, name in enumerate(names):
+            tokens = self.rng.integers(self.config.vocab_size, size=prompt).tolist()
+            self.engine.submit(Request(name, tokens, self.length - prompt, seed=i))
         started = time.perf_counter()
-        first = sum(len(chunk.tokens) for _, chunk in engine.step())  # prefills everything, decodes one chunk
+        first = sum(len(chunk.tokens) for _, chunk in self.engine.step())  # prefills everything, decodes one chunk
         prefilled = time.perf_counter()
         made = 0
+        while self.engine.busy:
+            made += sum(len(chunk.tokens) for _, chunk in self.engine.step())
+        rate = made / (time.perf_counter() - prefilled)
+        for name in names:
+            self.engine.release(name)
+        return rate, self.slots * prompt / max(1e-9, prefilled - started - first / rate)
+
+
+class Static:
+    """The same decode on a static cache; the prompt's KV is whatever is there."""
+
+    def __init__(self, config: ModelConfig, params: dict, slots: int, length: int):
+        self.params, self.slots, self.length = params, slots, length
+        self.steps = options(slots, length).decode_steps
+        self.programs = Programs(config, (config.vocab_size,))
+        self.caches = new_caches(config, slots, length)
+
+    def round(self) -> float:
+        """Decode tokens a second of one round."""
+        slots, position = self.slots, self.length // 2
+        token = np.zeros(slots, np.int32)
+        started, made = time.perf_counter(), 0
+        while position < self.length - 1:
+            left = self.length - 1 - position
+            columns = (token, np.full(slots, position), np.full(slots, left), np.ones(slots), np.arange(slots))
+            kinds = (np.int32, np.int32, np.int32, np.float32, np.int32)
+            state = RowState(*(jnp.asarray(x, kind) for x, kind in zip(columns, kinds, strict=True)))
+            self.caches, out = self.programs.decode(self.steps, self.length, self.params, self.caches, None, state)
+            tokens, _, count = (np.asarray(x) for x in out)
+            position += int(count[0])
+            token = tokens[int(count[0]) - 1]
+            made += int(count.sum())
+        return made / (time.perf_counter() - started)
+
+
+def decode(config: ModelConfig, length: int) -> dict[str, float]:
+    """Medians of rounds that take turns: decode, static and prefill tokens a second, and what paging costs."""
+    params = make_params(config)
+    paged = Paged(config, params, _SLOTS.value, length)
+    static = Static(config, params, _SLOTS.value, length)
+    paged.round(), static.round()  # these compile
+    rounds = [(*paged.round(), static.round()) for _ in range(common.REPEATS.value)]
+    rate, prefill, plain = (statistics.median(column) for column in zip(*rounds, strict=True))
+    overhead = statistics.median(p / d - 1 for d, _, p in rounds)
+    return {"decode": rate, "best": max(d for d, _, _ in rounds), "static": plain, "prefill": prefill, "cost": overhead}
+
+
+def reprefill_ratio(turns: int = 6, prompt: int = 100, generated: int = 24, observed: int = 12) -> float:
+    """Prefilled tokens against new ones, over the turns of twice as many trajectories as slots, in groups of eight."""
+    config = SIZES["1M"][0]
+    slots, count = _SLOTS.value, 2 * _SLOTS.value
+    engine = Engine(config, make_params(config), 0, (config.vocab_size,), options(slots, 512, kv_tokens=count * 512))
+    rng = np.random.default_rng(0)
+
+    def fresh(n: int) -> list[int]:
+        return rng.integers(config.vocab_size, size=n).tolist()
+
+    prompts = [fresh(prompt) for _ in range(-(-count // 8))]
+    contexts = {f"g{i // 8}/{i % 8}": list(prompts[i // 8]) for i in range(count)}
+    new = prompt * len(prompts)
+    for turn in range(turns):
+        for i, (name, context) in enumerate(contexts.items()):
+            if turn:
+                context += fresh(observed)
+                new += observed + 1  # and the last token that was generated
+            engine.submit(Request(name, list(context), generated, seed=i))
         while engine.busy:
-            made += sum(len(chunk.tokens) for _, chunk in engine.step())
-        took = time.perf_counter() - prefilled
-        if repeat:  # the first round compiles
-            decode_rates.append(made / took)
-            chunk_s = first / decode_rates[-1]
-            prefill_rates.append(_SLOTS.value * prompt / max(1e-9, prefilled - started - chunk_s))
-        for i in range(_SLOTS.value):
-            engine.release(f"{repeat}/{i}")
-    return statistics.median(decode_rates), statistics.median(prefill_rates)
+            for request, chunk in engine.step():
+                contexts[request.trajectory] += chunk.tokens
+    return engine.load().prefilled_tokens / new
 
 
 def run() -> dict:
     """The figures, printed as they come."""
     dtype = common.dtype()
-    decode, prefill = {}, {}
-    for size, (name, length) in SIZES.items():
-        decode[size], prefill[size] = measure(name, length, dtype)
+    found = {}
+    for size, (config, length) in SIZES.items():
+        found[size] = decode(dataclasses.replace(config, dtype=dtype), length)
+        f = found[size]
         print(
-            f"{size}: decode {decode[size]:.0f} tokens/s, prefill {prefill[size]:.0f} tokens/s "
-            f"({_SLOTS.value} slots of {length}, {dtype})",
+            f"{size}: decode {f['decode']:.0f} tokens/s ({f['best']:.0f} at best), static cache {f['static']:.0f}, "
+            f"paging {f['cost']:+.1%}, prefill {f['prefill']:.0f} ({_SLOTS.value} slots of {length}, {dtype})",
             flush=True,
         )
-    return {"tokens_per_s": decode, "prefill_tokens_per_s": prefill, "dtype": dtype, **common.describe()}
+    ratio = reprefill_ratio()
+    print(f"turns: {ratio:.3f} tokens prefilled for each new one", flush=True)
+    result = {
+        "decode_tokens_per_s": {size: round(f["decode"]) for size, f in found.items()},
+        "decode_tokens_per_s_best": {size: round(f["best"]) for size, f in found.items()},
+        "static_tokens_per_s": {size: round(f["static"]) for size, f in found.items()},
+        "paging_overhead": {size: round(f["cost"], 3) for size, f in found.items()},
+        "prefill_tokens_per_s": {size: round(f["prefill"]) for size, f in found.items()},
+        "reprefill_ratio": round(ratio, 3),
+    }
+    if _SGLANG.value:
+        ours, theirs = sglang.compare(_SGLANG.value)
+        print(f"16 at once on the tiny model: {ours:.0f} tokens/s, SGLang {theirs:.0f}: {ours / theirs:.1f}x")
+        result |= {"vs_sglang": round(ours / theirs, 2), "sglang_tokens_per_s": round(theirs)}
+    return {**result, "dtype": dtype, **common.describe()}
 
 
 def main(argv) -> None:

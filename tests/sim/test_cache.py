@@ -24,8 +24,6 @@ def check(cache: PrefixCache, running: dict[str, int]) -> None:
         assert prompt.leaning or (-1.0, prompt.stamp, False, name) in [e[1:] for e in cache._heap], (
             "never to be evicted"
         )
-    occupied = sum(bool(t.tokens) or n in running for n, t in cache._tails.items())
-    assert cache._occupied == occupied and (not cache._rows or occupied <= cache._rows)
     for group, references in cache._references.items():
         assert references == sum(t.resident for t in cache._tails.values() if t.group == group)
 
@@ -34,7 +32,7 @@ def check(cache: PrefixCache, running: dict[str, int]) -> None:
 @given(st.integers(0, 10**9))
 def test_pages_add_up(seed):
     rng = random.Random(seed)
-    cache = PrefixCache(rng.randint(20, 60) * PAGE, PAGE, rows=rng.choice([0, 4]))
+    cache = PrefixCache(rng.randint(20, 60) * PAGE, PAGE)
     context: dict[str, int] = {}
     running: dict[str, int] = {}
     for now in range(120):
@@ -45,7 +43,7 @@ def test_pages_add_up(seed):
         if kind < 0.4 and name not in running:
             tail = cache.pages(length - prompt)
             fixed = cache.running + cache.prompts + cache.missing_prompt(group, prompt)
-            if fixed + tail <= cache.capacity and (not cache._rows or len(running) < cache._rows):
+            if fixed + tail <= cache.capacity:
                 held = cache.held(name, group, prompt, length)
                 assert 0 <= held <= length
                 cache.pin(name, group, prompt, length)
@@ -116,14 +114,3 @@ def test_what_runs_is_never_evicted():
     assert cache.make_room(4)
     assert not cache.make_room(5)
     assert held(cache, "a/0") == 4 and cache.running == 8
-
-
-def test_without_pages_a_row_is_given_up_as_a_whole():
-    cache = PrefixCache(1000, PAGE, rows=2)
-    for now, name in enumerate(("a/0", "b/0", "c/0")):
-        cache.pin(name, name[0], 4, 12)
-        cache.unpin(name, 4, 12, 8, float(now))
-    assert (held(cache, "a/0"), held(cache, "b/0"), held(cache, "c/0")) == (4, 12, 12)
-    cache.refer("b/0", "b", True)
-    cache.pin("a/0", "a", 4, 12)
-    assert (held(cache, "b/0"), held(cache, "c/0")) == (12, 4)

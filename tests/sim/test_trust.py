@@ -159,12 +159,11 @@ def test_batch_times_of_a_live_run_are_predicted(name, script, model):
     never = (config.vocab_size,)
     engine = Engine(config, params, 0, never, options)
     workload = Timed(script.chat)
-    kv_tokens = 10 * SLOTS * LENGTH  # rows are what is short
-    cost = measured_cost(engine, kv_tokens)
+    cost = measured_cost(engine, options.pages * options.page)
     turn = workload.trajectory(0, 0, 0, 0)
     wait_s = admit_s(asyncio.run(lone_turn_s(engine, script)), cost, engine, OUTPUT, turn.observations[0])
     was = asyncio.run(live(name, engine, params, script, workload))
-    cluster = Cluster(cost, None, workers=1, slots=SLOTS, train_s=TRAIN_S, admit_s=wait_s, rows=True)
+    cluster = Cluster(cost, None, workers=1, slots=SLOTS, train_s=TRAIN_S, admit_s=wait_s)
     said = Simulation(system(name), cluster, workload, OPTIONS).run().batches_s
     print(f"{name}: {cost}, {wait_s:.4f} s to admit")
     print(f"  live      {[round(x, 2) for x in was]}\n  simulated {[round(x, 2) for x in said]}")

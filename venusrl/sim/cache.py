@@ -3,8 +3,6 @@
 A trajectory's context is its group's prompt (one copy for all of the group) and a tail of its own. Running tails are
 pinned. Of the others, pages go from the end of a tail, those without a reference first, then those with fewest, the
 least recently used first among equals; a prompt goes when no tail leans on it.
-
-An engine without pages (the JAX engine) keeps a row a trajectory: `rows` of them, and one is given up as a whole.
 """
 
 import heapq
@@ -33,12 +31,10 @@ class PrefixCache:
       prompts: tokens of prompts, one copy a group.
     """
 
-    def __init__(self, capacity: int, page: int = 16, rows: int = 0):
+    def __init__(self, capacity: int, page: int = 16):
         self.capacity = capacity // page * page
         self.page = page
         self.running = self.tails = self.prompts = 0
-        self._rows = rows  # 0 is no bound
-        self._occupied = 0  # tails that run or are cached
         self._tails: dict[str, _Tail] = {}
         self._prompts: dict[str, _Prompt] = {}
         self._references: dict[str, int] = {}  # resident trajectories, by group
@@ -76,7 +72,6 @@ class PrefixCache:
             tail = self._tails[name] = _Tail(group)
         self.tails -= tail.tokens
         if tail.tokens == 0:
-            self._take_row()
             found.leaning += 1
         tail.tokens = 0
         tail.stamp = -1
@@ -99,9 +94,6 @@ class PrefixCache:
         tail = self._tails.setdefault(name, _Tail(group))
         if not fresh:
             return
-        if tail.tokens == 0 and not self._take_row():
-            self._occupied -= 1
-            return  # every row runs
         found = self._prompts.get(group)
         if found is None:
             found = self._prompts[group] = _Prompt(self.pages(prompt))
@@ -168,24 +160,10 @@ class PrefixCache:
             tail.tokens = 0
         self._prompts.clear()
         self._heap.clear()
-        self.tails = self.prompts = self._occupied = 0
-
-    def _take_row(self) -> bool:
-        """Takes a row, and another trajectory's if it must; whether there was one."""
-        if self._rows and self._occupied >= self._rows:
-            cached = [e for e in self._heap if e[3] and e[4] in self._tails and self._tails[e[4]].stamp == e[2]]
-            first = min((e for e in cached if self._tails[e[4]].tokens), default=None)
-            if first is not None:
-                tail = self._tails[first[4]]
-                self.tails -= tail.tokens
-                tail.tokens = 0
-                self._left(tail)
-        self._occupied += 1
-        return not self._rows or self._occupied <= self._rows
+        self.tails = self.prompts = 0
 
     def _left(self, tail: _Tail) -> None:
         """Nothing of a tail is here any more."""
-        self._occupied -= 1
         group = tail.group
         found = self._prompts.get(group)
         if found is None:

@@ -17,7 +17,6 @@ class Cluster:
     publish_s: seconds for which a weight update keeps workers from running.
     train_s: seconds of a training step where there is no `trainer`.
     admit_s: seconds from a decision, to admit or to preempt, until the worker has it; of live systems.
-    rows: the engine keeps a row of KV for each slot and has no pages; policies are told of no bound on KV then.
     sandboxes: at once; 0 is no limit. A trajectory above it waits to start.
     """
 
@@ -28,7 +27,6 @@ class Cluster:
     publish_s: float = 0.0
     train_s: float = 0.0
     admit_s: float = 0.0
-    rows: bool = False
     sandboxes: int = 0
 
     def __post_init__(self):

@@ -154,8 +154,8 @@ class Simulation:
     def worker_up(self, name: str) -> None:
         """A worker joins."""
         c = self._cluster
-        self.workers[name] = SimWorker(name, c.slots, c.engine, rows=c.slots if c.rows else 0)
-        self._tell(WorkerUp(self.now, name, c.slots, 0 if c.rows else c.engine.kv_tokens))
+        self.workers[name] = SimWorker(name, c.slots, c.engine)
+        self._tell(WorkerUp(self.now, name, c.slots, c.engine.kv_tokens))
 
     def worker_down(self, name: str) -> None:
         """A worker is lost, with its KV; its requests go on elsewhere from the tokens they have."""

@@ -45,10 +45,10 @@ class Request:
 class SimWorker:
     """See the module. The driver calls `handle` at `next_time`, and asks for that again after every other call."""
 
-    def __init__(self, name: str, slots: int, cost: EngineCost, page: int = 16, rows: int = 0):
+    def __init__(self, name: str, slots: int, cost: EngineCost, page: int = 16):
         self.name = name
         self.slots = slots
-        self.cache = PrefixCache(cost.kv_tokens, page, rows)
+        self.cache = PrefixCache(cost.kv_tokens, page)
         self._cost = cost
         self._now = 0.0
         self._waiting: list[tuple[int, int, Request]] = []  # heap of (-priority, order, request)
