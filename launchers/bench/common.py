@@ -5,6 +5,7 @@ import statistics
 import time
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jaxlib
 from absl import flags
@@ -15,6 +16,7 @@ from venusrl.learner.sharding import make_mesh
 from venusrl.learner.state import make_optimizer
 from venusrl.learner.step import StepOptions
 from venusrl.models.config import ModelConfig
+from venusrl.models.decoder import init_params
 
 REPEATS = flags.DEFINE_integer("repeats", 5, "Timed rounds; the median counts.", lower_bound=1)
 _DTYPE = flags.DEFINE_enum("dtype", "", ["", "float32", "bfloat16"], "Default: float32 on CPUs, else bfloat16.")
@@ -60,6 +62,12 @@ def grpo_learner(config: ModelConfig, row_length: int, rows: int) -> Learner:
     return Learner(
         config, make_objective("grpo", {}), make_optimizer(1e-4), make_mesh((1, -1, 1)), StepOptions(), options
     )
+
+
+def random_params(config: ModelConfig) -> dict:
+    """Random weights in the model's dtype."""
+    params = nn.meta.unbox(jax.jit(lambda key: init_params(config, key))(jax.random.key(0)))
+    return jax.tree.map(lambda x: x.astype(config.dtype), params)
 
 
 def describe() -> dict[str, Any]:

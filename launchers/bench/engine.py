@@ -14,15 +14,12 @@ import json
 import statistics
 import time
 
-import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
 from launchers.bench import common, sglang
 from venusrl.models.config import ModelConfig, model_config
-from venusrl.models.decoder import init_params
 from venusrl.rollout.engine.cache import new_caches
 from venusrl.rollout.engine.engine import Engine
 from venusrl.rollout.engine.options import EngineOptions
@@ -38,12 +35,6 @@ SIZES = {
     "6M": (model_config("6m"), 512),
     "tiny": (model_config("tiny"), 256),
 }
-
-
-def make_params(config: ModelConfig) -> dict:
-    """Random weights in the model's dtype."""
-    params = nn.meta.unbox(jax.jit(lambda key: init_params(config, key))(jax.random.key(0)))
-    return jax.tree.map(lambda x: x.astype(config.dtype), params)
 
 
 def options(slots: int, length: int, **more) -> EngineOptions:
@@ -109,7 +100,7 @@ class Static:
 
 def decode(config: ModelConfig, length: int) -> dict[str, float]:
     """Medians of rounds that take turns: decode, static and prefill tokens a second, and what paging costs."""
-    params = make_params(config)
+    params = common.random_params(config)
     paged = Paged(config, params, _SLOTS.value, length)
     static = Static(config, params, _SLOTS.value, length)
     paged.round(), static.round()  # these compile
@@ -123,7 +114,7 @@ def reprefill_ratio(turns: int = 6, prompt: int = 100, generated: int = 24, obse
     """Prefilled tokens against new ones, over the turns of twice as many trajectories as slots, in groups of eight."""
     config = SIZES["1M"][0]
     slots, count = _SLOTS.value, 2 * _SLOTS.value
-    engine = Engine(config, make_params(config), 0, (config.vocab_size,), options(slots, 512, kv_tokens=count * 512))
+    engine = Engine(config, common.random_params(config), 0, (config.vocab_size,), options(slots, 512, kv_tokens=count * 512))
     rng = np.random.default_rng(0)
 
     def fresh(n: int) -> list[int]:

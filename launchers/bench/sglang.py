@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from launchers.bench import common
 from venusrl.core.errors import VenusError
 from venusrl.models import hf
 from venusrl.models.config import ModelConfig, model_config
@@ -45,10 +46,8 @@ def compare(python: str, rounds: int = 3) -> tuple[float, float]:
     Raises:
       VenusError: the server does not start.
     """
-    from launchers.bench.engine import make_params  # it imports this module
-
     config = model_config("tiny")
-    params = make_params(config)
+    params = common.random_params(config)
     with tempfile.TemporaryDirectory() as folder:
         hf.save(folder, params, config)
         Tokenizer.train(["a tiny text"], 300).save(Path(folder) / "tokenizer.json")

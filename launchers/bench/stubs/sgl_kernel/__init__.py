@@ -1,5 +1,7 @@
 """Stands in for SGLang's compiled kernels, which exist for CUDA only. On a CPU without AMX none is called."""
 
+__version__ = "0.0.0+stub"
+
 
 def __getattr__(name: str):
     if name.startswith("__"):

@@ -5,6 +5,8 @@ import importlib.machinery
 import sys
 import types
 
+__version__ = "0.0.0+stub"
+
 
 class _Kind(type):
     """Classes whose every attribute is a string, as enumerations' members are compared."""
