@@ -39,7 +39,13 @@ SIZES = {
 
 def options(slots: int, length: int, **more) -> EngineOptions:
     return EngineOptions(
-        slots=slots, max_length=length, prefill_rows=(16,), prefill_tokens=(128,), read_lengths=(), **more
+        slots=slots,
+        max_length=length,
+        decode_steps=16,
+        prefill_rows=(16,),
+        prefill_tokens=(128,),
+        read_lengths=(),
+        **more,
     )
 
 
