@@ -36,7 +36,9 @@ from venusrl.models.tokenizer import Tokenizer
 from venusrl.rollout.engine.engine import Engine
 from venusrl.rollout.engine.jax_worker import JaxWorker
 from venusrl.rollout.engine.options import EngineOptions
+from venusrl.rollout.remote.client import RemoteWorker
 from venusrl.rollout.service import RolloutOptions, RolloutService
+from venusrl.rollout.worker import Worker
 from venusrl.sandbox import SandboxPool
 from venusrl.scheduling import SchedulerOptions, SchedulerPolicy, make_policy
 
@@ -212,7 +214,7 @@ class Rollout:
     pool: SandboxPool
     train_tasks: TaskSet
     heldout_tasks: TaskSet
-    workers: tuple[JaxWorker, ...]
+    workers: tuple[Worker, ...]
     service: RolloutService
 
     @property
@@ -222,7 +224,20 @@ class Rollout:
         return None if None in failures else failures[-1]
 
 
-async def _close(worker: JaxWorker, others: bool) -> None:
+def make_workers(config: config_dict.ConfigDict, model: Model, params, version: int) -> tuple[Worker, ...]:
+    """Engines in this process, or clients of those at `config.rollout.addresses`."""
+    shape, stop, options = model.config, model.chat.stop_tokens, engine_options(config)
+    if config.rollout.addresses:
+
+        def write(params) -> bytes:
+            return hf.to_bytes(params, shape, shape.dtype)
+
+        return tuple(RemoteWorker(address, write) for address in config.rollout.addresses)
+    engines = (Engine(shape, params, version, stop, options) for _ in range(config.rollout.workers))
+    return tuple(JaxWorker(f"jax-{i}", engine) for i, engine in enumerate(engines))
+
+
+async def _close(worker: Worker, others: bool) -> None:
     try:
         await worker.close()
     except WorkerError as error:
@@ -236,17 +251,15 @@ async def open_rollout(config: config_dict.ConfigDict, model: Model, params, ver
     """Starts sandboxes and workers with `params` (the learner's; a copy is made); stops them on the way out."""
     if config.rollout.workers < 1:
         raise ConfigError(f"rollout.workers={config.rollout.workers}; give at least 1")
-    published, stop, options = publish(params, model.config.dtype), model.chat.stop_tokens, engine_options(config)
-    workers = tuple(
-        JaxWorker(f"jax-{i}", Engine(model.config, published, version, stop, options))
-        for i in range(config.rollout.workers)
-    )
-    policy = scheduler(config)
+    published, policy = publish(params, model.config.dtype), scheduler(config)
+    workers = make_workers(config, model, published, version)
     async with contextlib.AsyncExitStack() as stack:
         pool = await stack.enter_async_context(SandboxPool(max_sandboxes=config.sandbox.max_sandboxes))
         for worker in workers:
             await worker.start()
             stack.push_async_callback(_close, worker, others=len(workers) > 1)
+            if isinstance(worker, RemoteWorker):  # whatever it has
+                await worker.update_weights(published, version)
         by_name = {worker.name: worker for worker in workers}
         service = RolloutService(by_name, policy, model.chat, WallClock(), rollout_options(config))
         stack.push_async_callback(service.close)

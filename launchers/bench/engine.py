@@ -120,7 +120,8 @@ def reprefill_ratio(turns: int = 6, prompt: int = 100, generated: int = 24, obse
     """Prefilled tokens against new ones, over the turns of twice as many trajectories as slots, in groups of eight."""
     config = SIZES["1M"][0]
     slots, count = _SLOTS.value, 2 * _SLOTS.value
-    engine = Engine(config, common.random_params(config), 0, (config.vocab_size,), options(slots, 512, kv_tokens=count * 512))
+    o = options(slots, 512, kv_tokens=count * 512)
+    engine = Engine(config, common.random_params(config), 0, (config.vocab_size,), o)
     rng = np.random.default_rng(0)
 
     def fresh(n: int) -> list[int]:

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from safetensors.flax import load as load_bytes
+from safetensors.flax import save as save_bytes
 from safetensors.flax import save_file
 
 from venusrl.core.errors import CheckpointError
@@ -146,6 +148,24 @@ def load(folder: str | os.PathLike, config: ModelConfig) -> dict:
                 raise CheckpointError(f"{file} is damaged ({error}); copy or make it again") from error
 
     return from_hf(tensors(), config)
+
+
+def to_bytes(params: dict, config: ModelConfig, dtype: str = "float32") -> bytes:
+    """A safetensors file of the weights."""
+    return save_bytes({name: jnp.asarray(x, dtype) for name, x in to_hf(params, config).items()})
+
+
+def from_bytes(data: bytes, config: ModelConfig) -> dict:
+    """Parameters from a safetensors file.
+
+    Raises:
+      CheckpointError: it is damaged or not of this model.
+    """
+    try:
+        tensors = load_bytes(data)
+    except SafetensorError as error:
+        raise CheckpointError(f"weights of {len(data)} bytes are damaged ({error}); send them again") from error
+    return from_hf(tensors, config)
 
 
 def save(folder: str | os.PathLike, params: dict, config: ModelConfig, dtype: str = "float32") -> None:

@@ -1,0 +1,78 @@
+"""A worker in a process of its own, for training or serving on other machines or beside others on this one.
+
+    python -m launchers.worker --config=configs/quickstart.py --port=9001
+    python -m launchers.train --config=configs/quickstart.py --config.rollout.addresses="('http://127.0.0.1:9001',)"
+
+It begins with the weights of the configuration's checkpoint, as version 0, and takes new ones from whoever trains. The
+port is printed when it answers. It ends at SIGTERM or SIGINT.
+"""
+
+import asyncio
+import signal
+import socket
+import sys
+
+import uvicorn
+from absl import app, flags, logging
+
+from launchers import system
+from launchers.configuration import check_config, define_config, parse_flags
+from venusrl.core.errors import ConfigError, VenusError
+from venusrl.learner.publish import publish
+from venusrl.models import hf
+from venusrl.rollout.engine.engine import Engine
+from venusrl.rollout.engine.jax_worker import JaxWorker
+from venusrl.rollout.engine.transfer import from_bytes, to_bytes
+from venusrl.rollout.remote.server import worker_app
+
+_CONFIG = define_config("configs/quickstart.py", "The model, and the engine's options.")
+_HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on. There is no authentication: keep it private.")
+_PORT = flags.DEFINE_integer("port", 0, "Port to listen on; 0 takes a free one.", 0, 65535)
+
+
+async def serve(config, host: str, port: int) -> None:
+    """Until it is told to stop."""
+    model = system.load_model(config)
+    shape = model.config
+    engine = Engine(shape, publish(model.params, shape.dtype), 0, model.chat.stop_tokens, system.engine_options(config))
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        raise ConfigError(
+            f"--host={host} --port={port}: {error.strerror}; give another, or 0 for a free port"
+        ) from error
+    address = f"http://{host}:{listener.getsockname()[1]}"
+    worker = JaxWorker(address, engine)
+    await worker.start()
+
+    def weights(data: bytes) -> dict:
+        return publish(hf.from_bytes(data, shape), shape.dtype)
+
+    application = worker_app(worker, from_bytes, to_bytes, weights)
+    server = uvicorn.Server(
+        uvicorn.Config(application, log_level="warning", lifespan="off", timeout_graceful_shutdown=5)
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
+    print(f"worker at {address}", flush=True)
+    try:
+        await server._serve([listener])  # `serve` would take the signals for itself
+    finally:
+        await worker.close()
+
+
+def main(argv) -> None:
+    del argv
+    try:
+        check_config(_CONFIG.value)
+        system.use_compile_cache()
+        asyncio.run(serve(_CONFIG.value, _HOST.value, _PORT.value))
+    except VenusError as error:
+        logging.error("%s: %s", type(error).__name__, error)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=parse_flags)

@@ -1,0 +1,160 @@
+"""A worker behind HTTP keeps the Worker contract, and says what is wrong with a request that is."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+
+import flax.linen as nn
+import httpx
+import jax
+import pytest
+import uvicorn
+
+from tests.rollout.test_workers import CONFIG, OPTIONS
+from tests.rollout.worker_suite import WorkerSuite, collect, tokens
+from venusrl.core.errors import ContractError, WorkerError
+from venusrl.models import hf
+from venusrl.models.decoder import init_params
+from venusrl.rollout.engine.engine import Engine
+from venusrl.rollout.engine.jax_worker import JaxWorker
+from venusrl.rollout.engine.transfer import from_bytes, to_bytes
+from venusrl.rollout.remote.client import RemoteWorker
+from venusrl.rollout.remote.server import worker_app
+from venusrl.rollout.worker import Request
+
+STOP = (0, 21)
+
+
+@pytest.fixture(scope="session")
+def params():
+    return [nn.unbox(init_params(CONFIG, jax.random.key(i))) for i in range(2)]
+
+
+@contextlib.asynccontextmanager
+async def served(params, name="inner"):
+    """A worker, its server in this process, and a client of it."""
+    worker = JaxWorker(name, Engine(CONFIG, params, 4, STOP, OPTIONS))
+    step = worker._engine.step
+    worker._engine.step = lambda: (time.sleep(0.01), step())[1]  # a turn takes longer than a call
+    await worker.start()
+    app = worker_app(worker, from_bytes, to_bytes, lambda data: hf.from_bytes(data, CONFIG))
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    config = uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    server.install_signal_handlers = lambda: None
+    task = asyncio.create_task(server._serve([listener]))
+    client = RemoteWorker(f"http://127.0.0.1:{listener.getsockname()[1]}", lambda params: hf.to_bytes(params, CONFIG))
+    await client.start()
+    try:
+        yield client, worker, server
+    finally:
+        await client.close()
+        server.should_exit = True
+        await task
+        await worker.close()
+
+
+class Fresh(RemoteWorker):
+    """Asks for its load whenever somebody does, so that the suite sees it as of now."""
+
+    inner: JaxWorker
+
+    def load(self):
+        return self.inner.load()
+
+
+class TestRemoteWorker(WorkerSuite):
+    STOP = STOP
+
+    @pytest.fixture
+    async def worker(self, params):
+        async with served(params[0]) as (client, inner, _):
+            client.__class__ = Fresh
+            client.inner = inner
+            yield client
+
+    @pytest.fixture
+    def new_params(self, params):
+        return params[1]
+
+
+async def test_kv_moves_between_two_servers(params):
+    context = [5, 6, 7, 8, 9, 1, 2, 3, 4, 10, 11, 12, 13, 14, 15, 16, 17, 18]
+    async with served(params[0], "a") as (a, _, _), served(params[0], "b") as (b, other, _):
+        whole = tokens(await collect(a, Request("t/0", context, 6, 1.0, 5)))
+        data = await a.export_kv("t/0")
+        assert await b.import_kv(data) > len(context)
+        again = Request("t/0", [*context, *whole], 6, 1.0, 5)
+        assert tokens(await collect(a, again)) == tokens(await collect(b, again))
+        assert other.load().prefilled_tokens == 0  # all of it came
+        with pytest.raises(ContractError, match="damaged"):
+            await b.import_kv(data[:-3])
+        assert await a.export_kv("nobody") is None
+        assert (await b.refresh()).moved_tokens == other.load().moved_tokens > 0
+        text = (await b._client.get("/metrics")).text
+        assert 'venusrl_worker_moved_tokens{worker="b"}' in text
+
+
+@pytest.mark.parametrize(
+    "body, says",
+    [
+        (b"{", "JSON"),
+        (b"[]", "object"),
+        (b'{"trajectory": "t", "tokens": [1], "max_tokens": "many"}', "max_tokens='many'"),
+        (b'{"trajectory": "t", "tokens": [1, -1], "max_tokens": 4}', "token ids"),
+        (b'{"trajectory": "t", "tokens": [], "max_tokens": 4}', "0 context tokens"),
+        (b'{"trajectory": "t", "tokens": [1], "max_tokens": true}', "max_tokens=True"),
+        (b'{"tokens": [1], "max_tokens": 4}', "trajectory=None"),
+    ],
+)
+async def test_bad_requests_are_answered_with_what_is_wrong(params, body, says):
+    async with served(params[0]) as (client, inner, _):
+        answer = await client._client.post("/generate", content=body)
+        assert answer.status_code == 400 and says in answer.json()["error"]
+        assert (await client._client.get("/generate")).status_code == 405
+        assert (await client._client.put("/kv", content=b"nothing")).status_code == 400
+        assert (await client._client.put("/weights/7", content=b"nothing")).status_code == 503
+        assert inner.load().running == inner.load().waiting == 0
+        await collect(client, Request("t/0", [1, 2, 3], 4))  # it lives
+
+
+async def test_a_client_that_hangs_up_frees_what_it_had(params):
+    """Both where the answer has begun and where the request still waits."""
+    async with served(params[0]) as (client, inner, _):
+        body = {"tokens": [1, 2, 3], "max_tokens": 40, "seed": 3}
+        for late in (False, True):
+            if late:  # it waits for its turn
+                inner._engine._begin = lambda: False
+            async with httpx.AsyncClient(base_url=client.address) as other:
+                task = asyncio.create_task(
+                    other.post("/generate", content=json.dumps({**body, "trajectory": f"t/{late}"}))
+                )
+                await asyncio.sleep(0.2)
+                task.cancel()
+                await asyncio.wait({task})
+            async with asyncio.timeout(10):
+                while inner.load().running or inner.load().waiting or inner._streams:
+                    await asyncio.sleep(0.02)
+
+
+async def test_a_server_that_goes_is_a_lost_worker(params):
+    async with served(params[0]) as (client, _, server):
+        await collect(client, Request("t/0", [1, 2, 3], 4))
+        server.should_exit = True
+        await asyncio.sleep(0.5)
+        with pytest.raises(WorkerError, match="lost"):
+            await collect(client, Request("t/0", [1, 2, 3], 4))
+        assert client.failure is not None
+        with pytest.raises(WorkerError, match="lost"):
+            await client.update_weights(params[1], 9)
+        client.prioritise("t/0", 1, True)  # no error: nobody waits for it
+
+
+async def test_nobody_at_an_address():
+    client = RemoteWorker("http://127.0.0.1:9", lambda params: b"")
+    with pytest.raises(WorkerError, match=r"127\.0\.0\.1:9"):
+        await client.start()
+    await client.close()
