@@ -45,8 +45,8 @@ class Dispatcher:
         self._tasks: set[asyncio.Task] = set()
         self._alarms: set[asyncio.TimerHandle] = set()
         self.moved = 0
-        for name, worker in workers.items():
-            policy.observe(WorkerUp(clock.now(), name, worker.slots, worker.kv_tokens))
+        for worker in workers.values():
+            policy.observe(WorkerUp(clock.now(), worker.name, worker.slots, worker.kv_tokens))
 
     @property
     def waiting(self) -> int:
@@ -77,6 +77,11 @@ class Dispatcher:
             self._waiting.pop(ready.trajectory, None)
             self.observe(ActionDone(self._clock.now(), ready.trajectory, tokens=0, preempted=True))
             raise
+
+    def worker_joined(self, worker: Worker) -> None:
+        """Another worker takes requests from now on."""
+        self._workers[worker.name] = worker
+        self.observe(WorkerUp(self._clock.now(), worker.name, worker.slots, worker.kv_tokens))
 
     def worker_lost(self, name: str) -> bool:
         """A worker has failed; what ran on it is reported as preempted. A second time is no different.

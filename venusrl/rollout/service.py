@@ -76,7 +76,7 @@ class RolloutService:
         options: RolloutOptions,
     ):
         self.outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
-        self._workers = workers
+        self._workers = dict(workers)
         self._dispatcher = Dispatcher(policy, workers, clock)
         self._chat = chat
         self._clock = clock
@@ -84,6 +84,20 @@ class RolloutService:
         self._max_length = min(worker.max_length for worker in workers.values())
         self._tasks: dict[str, asyncio.Task] = {}
         self._live: dict[str, Trajectory] = {}
+
+    def add_worker(self, worker: Worker) -> None:
+        """Another worker, started and with the present weights, takes requests from now on.
+
+        Raises:
+          ConfigError: it cannot hold the sequences that the others can.
+        """
+        if worker.max_length < self._max_length:
+            raise ConfigError(
+                f"worker {worker.name} has max_length={worker.max_length}, the others {self._max_length}; "
+                "start it with the same rollout.max_length"
+            )
+        self._workers[worker.name] = worker
+        self._dispatcher.worker_joined(worker)
 
     def open_group(self, group: Group) -> None:
         """Tells the policy of a new group; its trajectories are started by `start`."""
