@@ -39,6 +39,7 @@ async def serve(config, host: str, port: int) -> None:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen()  # whoever reads the address below can connect at once
     except OSError as error:
         raise ConfigError(
             f"--host={host} --port={port}: {error.strerror}; give another, or 0 for a free port"

@@ -37,8 +37,12 @@ class ChatFormat:
           last_token: last generated token. Where it is not the end of the message (cut by length, or another stop
             token), the end is supplied here, as an observation: the policy did not choose it.
         """
+        return self.continuation([{"role": role, "content": text}], last_token)
+
+    def continuation(self, messages: Sequence[Message], last_token: int) -> list[int]:
+        """As `observation`, for several messages."""
         close = [] if last_token == self._tokenizer.im_end else [self._tokenizer.im_end]
-        return close + self._newline + self._message(role, text) + self._header()
+        return close + self._newline + self.prompt(messages)
 
     def reply(self, ids: Sequence[int]) -> str:
         """Text of a generated turn, without control tokens."""

@@ -1,0 +1,88 @@
+"""An OpenAI-compatible server over a model of ours; what passes through it is captured, token by token.
+
+    python -m launchers.serve --config=configs/quickstart.py --port=8000
+    python -m launchers.serve --config=configs/quickstart.py --workdir=runs/quickstart --port=8000
+
+With --workdir the newest checkpoint of that run is served, else the configuration's own. Give every conversation a
+header `x-session-id`; GET /sessions/ID returns its tokens, mask, logprobs and versions.
+"""
+
+import asyncio
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import uvicorn
+from absl import app, flags, logging
+
+from launchers import system
+from launchers.configuration import check_config, define_config, parse_flags
+from venusrl.core.errors import CheckpointError, ConfigError, VenusError
+from venusrl.learner.checkpoint import Checkpointer
+from venusrl.learner.publish import publish
+from venusrl.rollout.engine.engine import Engine
+from venusrl.rollout.engine.jax_worker import JaxWorker
+from venusrl.rollout.gateway.app import Gateway
+
+_CONFIG = define_config("configs/quickstart.py", "The model, and the engine's options.")
+_WORKDIR = flags.DEFINE_string("workdir", "", "Folder of a run whose newest checkpoint is served.")
+_HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on. There is no authentication: keep it private.")
+_PORT = flags.DEFINE_integer("port", 8000, "Port to listen on; 0 takes a free one.", 0, 65535)
+
+
+def weights(config, model: system.Model, workdir: str):
+    """(parameters, version) to serve."""
+    if not workdir:
+        return model.params, 0
+    folder = Path(workdir) / "checkpoints"
+    if not folder.is_dir():
+        raise CheckpointError(f"no checkpoints in {workdir}; train first, or fix --workdir")
+    checkpoints = Checkpointer(folder, config.checkpoint.keep)
+    restored = checkpoints.restore(system.make_learner(config, model.config).abstract_state())
+    checkpoints.close()
+    if restored is None:
+        raise CheckpointError(f"no checkpoint in {folder}; train first, or fix --workdir")
+    return restored[1].params, restored[0]
+
+
+async def serve(config, workdir: str, host: str, port: int) -> None:
+    """Until it is told to stop."""
+    model = system.load_model(config)
+    params, version = weights(config, model, workdir)
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen()  # whoever reads the address below can connect at once
+    except OSError as error:
+        raise ConfigError(f"--host={host} --port={port}: {error.strerror}; give another, 0 for a free one") from error
+    shape = model.config
+    engine = Engine(shape, publish(params, shape.dtype), version, model.chat.stop_tokens, system.engine_options(config))
+    worker = JaxWorker("served", engine)
+    await worker.start()
+    gateway = Gateway(worker, model.tokenizer, model.chat, config.model.name)
+    options = uvicorn.Config(gateway.app(), log_level="warning", lifespan="off", timeout_graceful_shutdown=5)
+    server = uvicorn.Server(options)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
+    print(f"serving at http://{host}:{listener.getsockname()[1]}/v1", flush=True)
+    try:
+        await server._serve([listener])  # `serve` would take the signals for itself
+    finally:
+        await worker.close()
+
+
+def main(argv) -> None:
+    del argv
+    try:
+        check_config(_CONFIG.value)
+        system.use_compile_cache()
+        asyncio.run(serve(_CONFIG.value, _WORKDIR.value, _HOST.value, _PORT.value))
+    except VenusError as error:
+        logging.error("%s: %s", type(error).__name__, error)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=parse_flags)

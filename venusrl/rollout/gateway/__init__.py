@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server that captures what it generates, token by token: the model behind an agent harness."""

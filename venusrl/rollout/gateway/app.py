@@ -1,0 +1,321 @@
+"""The OpenAI API over a worker: /v1/chat/completions, /v1/completions, /v1/models; and the sessions captured.
+
+The header `x-session-id` (or the field `user`) says which session a call belongs to; a call without one is a session of
+its own. `GET /sessions/ID` gives what was captured, `DELETE` forgets it. `return_token_ids: true` adds prompt and
+completion ids to an answer.
+"""
+
+import asyncio
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from venusrl.core.errors import ContractError, VenusError
+from venusrl.models.chat import ChatFormat
+from venusrl.models.tokenizer import Tokenizer
+from venusrl.rollout.gateway.messages import check_messages, reply
+from venusrl.rollout.gateway.session import Segment, Session
+from venusrl.rollout.worker import Request, Worker
+
+STOPS = 4  # stop strings a call may give, as in the OpenAI API
+FINISH = {"stop": "stop", "length": "length", "preempted": "length"}
+
+
+class Gateway:
+    """See the module."""
+
+    def __init__(self, worker: Worker, tokenizer: Tokenizer, chat: ChatFormat, model: str, max_tokens: int = 1024):
+        """Args:
+        model: the name that answers carry.
+        max_tokens: of a reply, where a call does not say.
+        """
+        self._worker, self._tokenizer, self._chat = worker, tokenizer, chat
+        self._model, self._max_tokens = model, max_tokens
+        self._sessions: dict[str, Session] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    def app(self) -> Starlette:
+        routes = [
+            Route("/v1/chat/completions", self._chat_completions, methods=["POST"]),
+            Route("/v1/completions", self._completions, methods=["POST"]),
+            Route("/v1/models", self._models),
+            Route("/sessions/{name:path}", self._captured, methods=["GET"]),
+            Route("/sessions/{name:path}", self._forget, methods=["DELETE"]),
+        ]
+        return Starlette(routes=routes, exception_handlers={VenusError: _failed})
+
+    async def _models(self, request: HttpRequest) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": self._model, "object": "model", "owned_by": "venusrl"}]})
+
+    async def _captured(self, request: HttpRequest) -> Response:
+        session = self._sessions.get(request.path_params["name"])
+        if session is None:
+            return _error(404, f"no session {request.path_params['name']!r}")
+        return JSONResponse({"id": session.name, "segments": session.captured()})
+
+    async def _forget(self, request: HttpRequest) -> Response:
+        session = self._sessions.pop(request.path_params["name"], None)
+        if session is None:
+            return _error(404, f"no session {request.path_params['name']!r}")
+        self._locks.pop(session.name, None)
+        for segment in session.segments:
+            await self._worker.release(segment.trajectory.id)
+        return JSONResponse({"id": session.name, "deleted": True})
+
+    async def _chat_completions(self, http: HttpRequest) -> Response:
+        fields = await _json(http)
+        messages = check_messages(fields.get("messages"))
+        tools = fields.get("tools") or []
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise ContractError("tools must be a list of objects")
+        return await self._answer(http, fields, lambda session: session.call(messages, tools), Chat(self, bool(tools)))
+
+    async def _completions(self, http: HttpRequest) -> Response:
+        fields = await _json(http)
+        prompt = fields.get("prompt")
+        if isinstance(prompt, str):
+            tokens = self._tokenizer.encode(prompt)
+        elif isinstance(prompt, list) and prompt and all(type(t) is int and t >= 0 for t in prompt):
+            tokens = prompt
+        else:
+            raise ContractError("prompt must be text or a list of token ids; one a call")
+        if not tokens:
+            raise ContractError("prompt is empty; give at least one token")
+        return await self._answer(http, fields, lambda session: session.complete(tokens), Text(self))
+
+    async def _answer(self, http: HttpRequest, fields: dict, segment_of, kind: "Chat | Text") -> Response:
+        options = _options(fields, self._max_tokens)
+        named = http.headers.get("x-session-id") or fields.get("user")
+        name = named or f"anonymous-{secrets.token_hex(8)}"
+        if not isinstance(name, str) or len(name) > 200:
+            raise ContractError("the session's name must be text of at most 200 characters")
+        lock = self._locks.setdefault(name, asyncio.Lock())  # calls of a session one after the other
+        await lock.acquire()
+        try:
+            session = self._sessions.get(name)
+            if session is None:
+                seed = options["seed"] if options["seed"] is not None else secrets.randbelow(2**31)
+                session = Session(name, self._chat, seed)
+            if named:
+                self._sessions[name] = session
+            else:
+                del self._locks[name]  # nobody comes back to it
+            segment = segment_of(session)
+            prompt = list(segment.trajectory.tokens)
+            request = Request(
+                segment.trajectory.id,
+                prompt,
+                options["max_tokens"],
+                options["temperature"],
+                segment.trajectory.seed if options["seed"] is None else options["seed"],
+            )
+            said = Said(self._tokenizer, options["stop"])
+            stream = self._generate(request, segment, said, lock, kind, forget=not named)
+            first = await anext(stream)  # what is wrong with the request is an answer of its own
+        except BaseException:
+            if lock.locked():
+                lock.release()
+            raise
+        base = {"id": f"{kind.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": self._model}
+        if fields.get("stream"):
+            lines = self._stream(base, kind, stream, first, said, prompt, fields)
+            return StreamingResponse(lines, media_type="text/event-stream")
+        async with contextlib.aclosing(stream):
+            async for _ in stream:
+                pass
+        usage = {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": len(said.tokens),
+            "total_tokens": len(prompt) + len(said.tokens),
+        }
+        choice = kind.choice(said, segment, bool(fields.get("logprobs")))
+        if fields.get("return_token_ids"):
+            choice |= {"prompt_token_ids": prompt, "token_ids": said.tokens}
+        return JSONResponse({**base, "object": kind.kind, "choices": [choice], "usage": usage})
+
+    async def _generate(
+        self, request: Request, segment: Segment, said: "Said", lock: asyncio.Lock, kind: "Chat | Text", forget: bool
+    ) -> AsyncIterator[str]:
+        """Pieces of text as they come; captures them. With `forget`, its KV is nobody's afterwards."""
+        trajectory = segment.trajectory
+        try:
+            async with contextlib.aclosing(self._worker.generate(request)) as chunks:
+                async for chunk in chunks:
+                    if chunk.tokens:
+                        trajectory.append_generated(chunk.tokens, chunk.logprobs, chunk.version)
+                    piece = said.add(chunk.tokens, chunk.logprobs, chunk.stop)
+                    yield piece
+                    if said.finish:
+                        break
+        finally:
+            kind.said(said, segment)
+            lock.release()
+            if forget:
+                with contextlib.suppress(VenusError):
+                    await self._worker.release(trajectory.id)
+
+    async def _stream(
+        self, base: dict, kind: "Chat | Text", stream: AsyncIterator[str], first: str, said: "Said", prompt, fields
+    ) -> AsyncIterator[bytes]:
+        def event(choice: dict) -> bytes:
+            body = {**base, "object": kind.stream_kind, "choices": [{"index": 0, "finish_reason": None, **choice}]}
+            return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+        async with contextlib.aclosing(stream):
+            try:
+                yield event(kind.piece(first, begin=True))
+                async for piece in stream:
+                    if piece:
+                        yield event(kind.piece(piece, begin=False))
+            except VenusError as error:
+                yield b"data: " + json.dumps({"error": {"message": str(error), "type": type(error).__name__}}).encode()
+                yield b"\n\n"
+                return
+        last: dict[str, Any] = {**kind.piece(said.rest, begin=False), "finish_reason": kind.finish(said)}
+        if fields.get("return_token_ids"):
+            last |= {"prompt_token_ids": prompt, "token_ids": said.tokens}
+        yield event(last)
+        yield b"data: [DONE]\n\n"
+
+
+class Said:
+    """What a reply has become so far.
+
+    Attributes:
+      tokens, logprobs: generated, all of them.
+      text: of the reply, up to a stop string.
+      rest: the end of the text that was held back, as a stop string may have begun there.
+      finish: why it ended; None before it has.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: list[str]):
+        self._tokenizer, self._stops = tokenizer, stops
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.text = self.rest = ""
+        self.finish: str | None = None
+        self._given = 0
+
+    def add(self, tokens: list[int], logprobs: list[float], stop: str | None) -> str:
+        """Takes a chunk; the text that can be given out with it."""
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.text = self._tokenizer.decode(self.tokens)
+        ends = [at for at in (self.text.find(s) for s in self._stops) if at >= 0]
+        if ends:
+            self.text, self.finish = self.text[: min(ends)], "stop"
+        elif stop is not None:
+            self.finish = FINISH.get(stop, stop)
+        if self.finish:
+            self.rest = self.text[self._given :]
+            return ""
+        safe = self.text.rstrip("\ufffd")  # the first bytes of a character
+        held = max((len(s) - 1 for s in self._stops), default=0)
+        safe = safe[: max(self._given, len(safe) - held)]
+        piece, self._given = safe[self._given :], max(self._given, len(safe))
+        return piece
+
+
+class Chat:
+    """The shape of answers to /v1/chat/completions."""
+
+    prefix, kind, stream_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, gateway: Gateway, tools: bool):
+        self._tools = tools
+        self._tokenizer = gateway._tokenizer
+        self._message: dict[str, Any] = {}
+
+    def said(self, said: Said, segment: Segment) -> None:
+        self._message = reply(said.text, f"{len(segment.messages)}", self._tools)
+        segment.messages = [*segment.messages, self._message]
+
+    def finish(self, said: Said) -> str | None:
+        return "tool_calls" if self._message.get("tool_calls") else said.finish
+
+    def choice(self, said: Said, segment: Segment, logprobs: bool) -> dict[str, Any]:
+        choice = {"index": 0, "message": self._message, "finish_reason": self.finish(said)}
+        if logprobs:
+            pairs = zip(said.tokens, said.logprobs, strict=True)
+            content = [{"token": self._tokenizer.decode([t], keep_control=True), "logprob": p} for t, p in pairs]
+            choice["logprobs"] = {"content": content}
+        return choice
+
+    def piece(self, text: str, begin: bool) -> dict[str, Any]:
+        return {"delta": {**({"role": "assistant"} if begin else {}), "content": text}}
+
+
+class Text:
+    """The shape of answers to /v1/completions."""
+
+    prefix, kind, stream_kind = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, gateway: Gateway):
+        self._tokenizer = gateway._tokenizer
+
+    def said(self, said: Said, segment: Segment) -> None: ...
+
+    def finish(self, said: Said) -> str | None:
+        return said.finish
+
+    def choice(self, said: Said, segment: Segment, logprobs: bool) -> dict[str, Any]:
+        choice = {"index": 0, "text": said.text, "finish_reason": said.finish}
+        if logprobs:
+            tokens = [self._tokenizer.decode([t], keep_control=True) for t in said.tokens]
+            choice["logprobs"] = {"tokens": tokens, "token_logprobs": said.logprobs}
+        return choice
+
+    def piece(self, text: str, begin: bool) -> dict[str, Any]:
+        return {"text": text}
+
+
+def _options(fields: dict, max_tokens: int) -> dict[str, Any]:
+    """Sampling options of a call.
+
+    Raises:
+      ContractError: one is of the wrong kind, or asks for what the engine does not do.
+    """
+    if fields.get("n") not in (None, 1):
+        raise ContractError(f"n={fields['n']!r}: one reply a call; call again for more")
+    if fields.get("top_p") not in (None, 1, 1.0) or fields.get("top_k") not in (None, -1):
+        raise ContractError("top_p and top_k are not supported: logprobs are over the full vocabulary; use temperature")
+    temperature = fields.get("temperature", 1.0)
+    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not 0 <= temperature <= 100:
+        raise ContractError(f"temperature={temperature!r}: give a number of at least 0")
+    count = fields.get("max_completion_tokens") or fields.get("max_tokens", max_tokens)
+    if type(count) is not int or count < 1:
+        raise ContractError(f"max_tokens={count!r}: give at least 1")
+    stops = fields.get("stop") or []
+    stops = [stops] if isinstance(stops, str) else stops
+    if not isinstance(stops, list) or len(stops) > STOPS or not all(isinstance(s, str) and s for s in stops):
+        raise ContractError(f"stop={stops!r}: give up to {STOPS} texts")
+    seed = fields.get("seed")
+    if seed is not None and (type(seed) is not int or not 0 <= seed < 2**31):
+        raise ContractError(f"seed={seed!r}: give an integer from 0 to 2^31 - 1")
+    return {"temperature": float(temperature), "max_tokens": count, "stop": stops, "seed": seed}
+
+
+async def _json(http: HttpRequest) -> dict:
+    try:
+        fields = await http.json()
+    except ValueError as error:
+        raise ContractError(f"the body is no JSON ({error})") from error
+    if not isinstance(fields, dict):
+        raise ContractError("the body must be a JSON object")
+    return fields
+
+
+def _error(status: int, text: object) -> JSONResponse:
+    return JSONResponse({"error": {"message": str(text), "type": "invalid_request_error"}}, status_code=status)
+
+
+async def _failed(request: HttpRequest, error: Exception) -> Response:
+    return _error(400 if isinstance(error, ContractError) else 503, error)
