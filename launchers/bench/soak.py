@@ -286,6 +286,7 @@ def main(argv) -> None:
         "missing": len(missing),
         "memory_mb": round(float(memory[-1])),
         "memory_growth_mb": round(growth, 1),
+        "memory_mb_over_time": [round(float(mb)) for mb in memory[:: max(1, len(memory) // 30)]],
     }
     print(json.dumps(result))
     sys.exit(bool(twice or missing or growth > MEGABYTES))

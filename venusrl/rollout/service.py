@@ -242,6 +242,7 @@ class RolloutService:
             except WorkerError:
                 if worker.failure is None:
                     raise  # this request failed, or the run is over
+                self._workers.pop(worker.name, None)
                 if not self._dispatcher.worker_lost(worker.name):
                     raise
                 stop = "preempted"  # it goes on elsewhere, from the tokens it has
@@ -284,7 +285,7 @@ class RolloutService:
             raise TaskError(f"{what} raised {type(error).__name__}: {error}") from error
 
     async def _clean_up(self, trajectory: Trajectory, env: Env) -> None:
-        for worker in self._workers.values():
+        for worker in list(self._workers.values()):
             try:
                 await worker.release(trajectory.id)
             except WorkerError:

@@ -80,6 +80,14 @@ class Load:
     evicted_pages: int = 0
 
 
+def again(failure: WorkerError) -> WorkerError:
+    """The same failure for one more who asks. One exception that is raised again and again keeps the frames of all who
+    caught it."""
+    fresh = WorkerError(str(failure))
+    fresh.__cause__ = failure.__cause__
+    return fresh
+
+
 def total(loads: Iterable[Load]) -> Load:
     """Of several workers together."""
     return Load(*(sum(column) for column in zip(*(dataclasses.astuple(load) for load in loads), strict=True)))

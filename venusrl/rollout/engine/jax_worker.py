@@ -8,7 +8,7 @@ from typing import Any
 from venusrl.core.errors import ContractError, WorkerError
 from venusrl.rollout.engine.engine import Engine
 from venusrl.rollout.engine.kv import Prefix
-from venusrl.rollout.worker import Chunk, Load, Request
+from venusrl.rollout.worker import Chunk, Load, Request, again
 
 
 class JaxWorker:
@@ -141,7 +141,7 @@ class JaxWorker:
 
     def _ask(self, act: Callable[[], Awaitable | None]) -> None:
         if self._closed or (self._task is not None and self._task.done()):
-            raise self.failure or WorkerError(f"worker {self.name} is closed")
+            raise again(self.failure) if self.failure else WorkerError(f"worker {self.name} is closed")
         self._asked.append(act)
         self._wake.set()
 
@@ -171,7 +171,7 @@ class JaxWorker:
         finally:
             self._closed = True
             for _, stream in self._streams.values():
-                stream.put_nowait(failure)
+                stream.put_nowait(again(failure))
             self._asked.clear()
             for update in self._updates:
                 if not update.done():

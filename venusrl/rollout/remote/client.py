@@ -11,7 +11,7 @@ import httpx
 
 from venusrl.core.errors import ContractError, VenusError, WorkerError
 from venusrl.rollout.remote.server import error_of
-from venusrl.rollout.worker import Chunk, Load, Request
+from venusrl.rollout.worker import Chunk, Load, Request, again
 
 CONNECT_S = 5.0
 ANSWER_S = 600.0  # between two pieces of an answer; a request may wait long for its turn
@@ -128,7 +128,7 @@ class RemoteWorker:
     @property
     def _client(self) -> httpx.AsyncClient:
         if self._http is None or self.failure is not None:
-            raise self.failure or WorkerError(f"worker {self.name} is closed")
+            raise again(self.failure) if self.failure else WorkerError(f"worker {self.name} is closed")
         return self._http
 
     async def _call(self, method: str, path: str, **options) -> httpx.Response:
@@ -149,7 +149,7 @@ class RemoteWorker:
 
     def _lost(self, why: str) -> WorkerError:
         self.failure = self.failure or WorkerError(f"worker {self.name} is lost: {why}")
-        return self.failure
+        return again(self.failure)
 
     async def _tell(self) -> None:
         while True:
