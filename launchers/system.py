@@ -33,6 +33,7 @@ from venusrl.models.chat import ChatFormat
 from venusrl.models.config import ModelConfig, model_config
 from venusrl.models.gguf import GgufFile, find_packaged
 from venusrl.models.tokenizer import Tokenizer
+from venusrl.observe.trace import Trace
 from venusrl.rollout.engine.engine import Engine
 from venusrl.rollout.engine.jax_worker import JaxWorker
 from venusrl.rollout.engine.options import EngineOptions
@@ -247,7 +248,9 @@ async def _close(worker: Worker, others: bool) -> None:
 
 
 @contextlib.asynccontextmanager
-async def open_rollout(config: config_dict.ConfigDict, model: Model, params, version: int) -> AsyncIterator[Rollout]:
+async def open_rollout(
+    config: config_dict.ConfigDict, model: Model, params, version: int, trace: Trace | None = None
+) -> AsyncIterator[Rollout]:
     """Starts sandboxes and workers with `params` (the learner's; a copy is made); stops them on the way out."""
     if config.rollout.workers < 1:
         raise ConfigError(f"rollout.workers={config.rollout.workers}; give at least 1")
@@ -261,7 +264,7 @@ async def open_rollout(config: config_dict.ConfigDict, model: Model, params, ver
             if isinstance(worker, RemoteWorker):  # whatever it has
                 await worker.update_weights(published, version)
         by_name = {worker.name: worker for worker in workers}
-        service = RolloutService(by_name, policy, model.chat, WallClock(), rollout_options(config))
+        service = RolloutService(by_name, policy, model.chat, WallClock(), rollout_options(config), trace)
         stack.push_async_callback(service.close)
         train, heldout = (make_tasks(config, pool, split) for split in ("train", "heldout"))
         yield Rollout(pool, train, heldout, workers, service)

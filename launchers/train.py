@@ -18,6 +18,7 @@ from venusrl.core.errors import VenusError
 
 _CONFIG = define_config("configs/quickstart.py", "What to train, and how.")
 _WORKDIR = flags.DEFINE_string("workdir", "runs/quickstart", "Folder of the run.")
+_TRACE = flags.DEFINE_bool("trace", False, "Write a timeline to the folder, for ui.perfetto.dev or chrome://tracing.")
 
 
 def main(argv) -> None:
@@ -26,7 +27,7 @@ def main(argv) -> None:
     try:
         check_config(_CONFIG.value)
         system.use_compile_cache()
-        asyncio.run(TrainingRun(_CONFIG.value, _WORKDIR.value).run())
+        asyncio.run(TrainingRun(_CONFIG.value, _WORKDIR.value, _TRACE.value).run())
     except VenusError as error:
         logging.error("%s: %s", type(error).__name__, error)
         sys.exit(1)

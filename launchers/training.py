@@ -1,6 +1,7 @@
 """The training run: groups out, batches in, new weights out, until the steps are done or somebody asks to stop."""
 
 import asyncio
+import contextlib
 import dataclasses
 import fcntl
 import logging
@@ -25,6 +26,7 @@ from venusrl.observe.intervals import wilson
 from venusrl.observe.plots import reward_plot
 from venusrl.observe.progress import Progress, summary_table
 from venusrl.observe.run_log import RunLog, read_jsonl
+from venusrl.observe.trace import Trace
 from venusrl.rollout.evaluation import evaluate
 from venusrl.rollout.worker import total
 
@@ -71,7 +73,11 @@ def _lock(workdir: Path) -> TextIO:
 class TrainingRun:
     """One run in one folder; started again in the same folder, it goes on."""
 
-    def __init__(self, config: config_dict.ConfigDict, workdir: str):
+    def __init__(self, config: config_dict.ConfigDict, workdir: str, trace: bool = False):
+        """Args:
+        trace: write a timeline of the run, `trace-STEP.json`.
+        """
+        self._tracing = trace
         system.check(config)
         self.config = config
         self.workdir = Path(workdir)
@@ -109,9 +115,12 @@ class TrainingRun:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.stop)
-        with self.progress:
-            params = self.learner.state.params
-            async with system.open_rollout(self.config, self.model, params, self.step) as rollout:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.progress)
+            params, trace = self.learner.state.params, None
+            if self._tracing:
+                trace = stack.enter_context(Trace(self.workdir / f"trace-{self.step}.json"))
+            async with system.open_rollout(self.config, self.model, params, self.step, trace) as rollout:
                 self._rollout = rollout
                 try:
                     if not self.heldout:

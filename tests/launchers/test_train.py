@@ -1,14 +1,17 @@
 """`python -m launchers.train` as a process: to the end, killed, interrupted, and started wrongly."""
 
+import itertools
 import json
 import random
 import shutil
 import signal
+import subprocess
 import time
 
 import pytest
 
 from venusrl.observe.run_log import read_jsonl
+from venusrl.observe.trace import read_trace
 from venusrl.scheduling import POLICIES
 
 from . import programs
@@ -259,3 +262,21 @@ def test_every_scheduler_trains(scheduler, checkpoint, tmp_path):
     code, output = programs.run(tmp_path, checkpoint, scheduler__name=scheduler, async_factor=2.0)
     assert code == 0, output
     assert programs.steps(tmp_path) == list(range(1, STEPS + 1))
+
+
+def test_a_trace_shows_every_turn(checkpoint, tmp_path):
+    """Slots never hold two actions at once; every turn of every trained trajectory is there, and its tools."""
+    command = [*programs.command(tmp_path, checkpoint, steps=1), "--trace"]
+    done = subprocess.run(command, cwd=programs.ROOT, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr[-2000:]
+    events = [e for e in read_trace(tmp_path / "trace-0.json") if e["ph"] == "X"]
+    slots = {}
+    for e in events:
+        if "trajectory" in e["args"] and e["name"] != "generate":
+            slots.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
+    for busy in slots.values():
+        assert all(b[0] >= a[1] - 1 for a, b in itertools.pairwise(sorted(busy)))
+    turns = sum(len(e["turns"]) for e in read_jsonl(tmp_path / "trajectories.jsonl"))
+    assert sum(e["name"] == "generate" for e in events) >= turns
+    assert sum(e["name"] == "tool" for e in events) >= turns
+    assert [e["name"] for e in events if e["name"].startswith("version")] == ["version 1"]

@@ -17,6 +17,7 @@ from venusrl.core.errors import ConfigError, SandboxError, TaskError, WorkerErro
 from venusrl.core.group import Group
 from venusrl.core.trajectory import Status, Trajectory, Turn
 from venusrl.models.chat import ChatFormat
+from venusrl.observe.trace import Trace
 from venusrl.rollout.dispatch import Dispatcher
 from venusrl.rollout.worker import Request, Worker
 from venusrl.scheduling.protocol import (
@@ -74,7 +75,9 @@ class RolloutService:
         chat: ChatFormat,
         clock: Clock,
         options: RolloutOptions,
+        trace: Trace | None = None,
     ):
+        self._trace = trace
         self.outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
         self._workers = dict(workers)
         self._dispatcher = Dispatcher(policy, workers, clock)
@@ -142,8 +145,11 @@ class RolloutService:
 
     async def update_weights(self, params: Any, version: int) -> None:
         """Gives every worker new weights; returns once all use them."""
+        began = self._clock.now()
         alive = [worker for worker in self._workers.values() if worker.failure is None]
         await asyncio.gather(*(worker.update_weights(params, version) for worker in alive))
+        if self._trace is not None:
+            self._trace.published(version, began, self._clock.now())
         self._dispatcher.observe(VersionPublished(self._clock.now(), version))
 
     async def close(self) -> None:
@@ -213,6 +219,8 @@ class RolloutService:
             started = self._clock.now()
             observation = await self._ask_env("step", env.step, reply)
             turn.tool_s = self._clock.now() - started
+            if self._trace is not None:
+                self._trace.tool(trajectory.id, "tool", started, started + turn.tool_s)
             steps.append({"reply": reply, **observation.info, "observation": observation.text})
             done = observation.done
             if not done:
@@ -230,8 +238,9 @@ class RolloutService:
         asked = self._clock.now()
         budget, stop = o.max_tokens, "preempted"
         while stop == "preempted":
+            ready = self._clock.now()
             worker = await self._dispatcher.slot(self._ready(trajectory))
-            made, stop = 0, None
+            admitted, made, stop = self._clock.now(), 0, None
             try:
                 request = Request(trajectory.id, list(trajectory.tokens), budget, temperature, trajectory.seed)
                 async with contextlib.aclosing(worker.generate(request)) as chunks:
@@ -248,6 +257,10 @@ class RolloutService:
                 stop = "preempted"  # it goes on elsewhere, from the tokens it has
             finally:
                 interrupted = stop in (None, "preempted")
+                if self._trace is not None:
+                    self._trace.waited(trajectory.id, ready, admitted)
+                    now, how = self._clock.now(), stop or "cancelled"
+                    self._trace.generated(trajectory.id, worker.name, admitted, now, made, how)
                 self._dispatcher.observe(ActionDone(self._clock.now(), trajectory.id, made, interrupted))
             budget -= made
             if stop == "preempted" and (budget <= 0 or len(trajectory) >= self._max_length):
