@@ -1,6 +1,7 @@
 """Carries out a scheduling policy live: actions wait here until the policy admits them."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Coroutine, Mapping
 
@@ -114,9 +115,13 @@ class Dispatcher:
                 self._prioritise(decision.trajectory)
             elif isinstance(decision, Preempt):
                 worker = self._workers[self._running[decision.trajectory]]
-                self._spawn(worker.preempt(decision.trajectory))
+                self._spawn(self._preempt(worker, decision.trajectory))
             else:
                 self._set_alarm(decision.time - now)
+
+    async def _preempt(self, worker: Worker, trajectory: str) -> None:
+        with contextlib.suppress(WorkerError):  # it is lost, and the action's own stream says so
+            await worker.preempt(trajectory)
 
     def _spawn(self, work: Coroutine) -> None:
         task = asyncio.ensure_future(work)
