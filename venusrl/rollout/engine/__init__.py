@@ -1,1 +1,1 @@
-"""The JAX engine: static rows of KV, prefill in length buckets, several decode steps a host turn."""
+"""The JAX engine: pages of KV in a radix tree, rows for what runs, prefill in length buckets, fused decode."""
