@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from venusrl.core.errors import WorkerError
+from venusrl.core.errors import ContractError, WorkerError
 from venusrl.core.group import Group
 from venusrl.core.trajectory import Trajectory
 from venusrl.scheduling import POLICIES, SchedulerOptions, make_policy
@@ -215,3 +215,14 @@ async def test_the_last_worker_s_failure_ends_its_trajectories():
 
     bench.worker.fail = fail
     assert "worker w failed" in (await bench.run(ScriptedEnv(turns=1))).lost
+
+
+async def test_kv_that_arrives_damaged_costs_a_prefill_only():
+    bench, _, target = moving()
+
+    async def refuse(prefix):
+        raise ContractError("KV of 3 bytes is damaged")
+
+    target.import_kv = refuse
+    outcome = await bench.run(ScriptedEnv(turns=2))
+    assert outcome.lost is None and bench.service.moved == 0 and len(target.requests) == 1

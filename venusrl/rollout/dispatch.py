@@ -6,7 +6,7 @@ import logging
 from collections.abc import Coroutine, Mapping
 
 from venusrl.core.clock import Clock
-from venusrl.core.errors import WorkerError
+from venusrl.core.errors import VenusError, WorkerError
 from venusrl.rollout.worker import Worker
 from venusrl.scheduling.protocol import (
     ActionDone,
@@ -154,7 +154,7 @@ class Dispatcher:
                 if prefix is not None and await worker.import_kv(prefix):
                     self.moved += 1
                     await source.release(trajectory)
-        except (TimeoutError, WorkerError) as error:
+        except (TimeoutError, VenusError) as error:
             logging.warning("KV of %s did not get from %s to %s: %s", trajectory, source.name, worker.name, error)
         if not future.done():
             future.set_result(worker)

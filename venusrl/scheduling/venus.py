@@ -47,7 +47,7 @@ IN_TOOL, READY, RUNNING = "in tool", "ready", "running"
 class _Trajectory:
     """Attributes:
     seq: order of arrival.
-    key: its place in every order (`Venus._key`).
+    key: its place in every order (`Venus._rekey`).
     klass: its class as in `key`.
     shortness: LONGEST less the binary logarithm of the length it was expected to have, as in `key`.
     remaining: predicted tokens to come.
@@ -234,7 +234,7 @@ class Venus:
         """
         klass = self._groups.klass(t.group)
         if self._predict and (t.kv is None or klass != t.klass):
-            t.shortness = LONGEST - int(t.remaining).bit_length()
+            t.shortness = LONGEST - min(LONGEST, int(t.remaining).bit_length())
         key = ((klass << 1 | (t.kv is None)) << 6 | t.shortness) << SEQ_BITS | t.seq
         if key != t.key:
             self._change_key(name, t, key, klass)
