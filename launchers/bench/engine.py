@@ -6,7 +6,8 @@ Decode: every slot busy, prompts of half a row, generated until the row is full.
 compiled decode on rows alone, without pages, queue or streams; both take turns, so `paging_overhead` is a ratio of one
 run. Turns: twice as many trajectories as slots take turns with observations between; `reprefill_ratio` is prefilled
 tokens against tokens that are new. Where `--sglang` names a Python with SGLang, its server is measured on the tiny
-model, 16 requests at once, and so is a worker of ours (`vs_sglang`). The last line is one JSON object.
+model, 16 requests at once, and so is a worker of ours (`vs_sglang`); with `--llamacpp`, llama.cpp and our engine
+generate from SmolLM2-135M in float32 (`vs_llamacpp`). The last line is one JSON object.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from launchers.bench import common, sglang
+from launchers.bench import common, llamacpp, sglang
 from venusrl.models.config import ModelConfig, model_config
 from venusrl.rollout.engine.cache import new_caches
 from venusrl.rollout.engine.engine import Engine
@@ -27,6 +28,7 @@ from venusrl.rollout.engine.programs import Programs, RowState
 from venusrl.rollout.worker import Request
 
 _SLOTS = flags.DEFINE_integer("slots", 32, "Requests at once.", lower_bound=1)
+_LLAMACPP = flags.DEFINE_bool("llamacpp", False, "Against llama.cpp, too; needs what `make test-parity` installs.")
 _SGLANG = flags.DEFINE_string("sglang", "", "A Python interpreter that has SGLang; empty: not measured.")
 
 # Model and tokens of a row. 1M has 0.85 million parameters; tiny is the quick start's.
@@ -168,6 +170,10 @@ def run() -> dict:
         ours, theirs = sglang.compare(_SGLANG.value)
         print(f"16 at once on the tiny model: {ours:.0f} tokens/s, SGLang {theirs:.0f}: {ours / theirs:.1f}x")
         result |= {"vs_sglang": round(ours / theirs, 2), "sglang_tokens_per_s": round(theirs)}
+    if _LLAMACPP.value:
+        ours, theirs = llamacpp.compare(_SLOTS.value, rounds=3)
+        print(f"SmolLM2-135M, every slot: {ours:.0f} tokens/s, llama.cpp {theirs:.0f}: {ours / theirs:.2f}x")
+        result |= {"vs_llamacpp": round(ours / theirs, 2), "llamacpp_tokens_per_s": round(theirs)}
     return {**result, "dtype": dtype, **common.describe()}
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from launchers.bench.llamacpp import write_float32
 from venusrl.models.attention import segment_attention
 from venusrl.models.chat import ChatFormat
 from venusrl.models.config import model_config
@@ -136,6 +137,16 @@ def test_logprobs_agree(params, answers):
         assert len(answer) >= 8
         assert agreement >= 0.95
         assert difference.mean() <= 0.06
+
+
+def test_logprobs_agree_closely_where_llama_cpp_rounds_nothing(file, tokenizer, params, tmp_path):
+    write_float32(file.path, tmp_path / "float32.gguf")
+    whole = LlamaCpp(tmp_path / "float32.gguf")
+    prompt = ChatFormat(tokenizer).prompt(MESSAGES[0])
+    [(agreement, difference)] = compare(params, [(prompt, *whole.greedy(prompt, 80))])
+    print(f"argmax {agreement:.3f}, |dlogp| {difference.mean():.5f}, {difference.max():.4f}")
+    assert agreement >= 0.98
+    assert difference.mean() <= 0.003
 
 
 def test_only_the_half_split_layout_agrees(params, answers):
