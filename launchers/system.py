@@ -104,6 +104,7 @@ def engine_options(config: config_dict.ConfigDict) -> EngineOptions:
         read_lengths=tuple(r.read_lengths),
         page=r.page,
         kv_tokens=r.kv_tokens,
+        host_tokens=r.host_tokens,
         residency=r.residency,
         on_update=r.on_update,
         stall_s=r.stall_s,

@@ -58,6 +58,7 @@ class Load:
     retracted: running requests that had to wait again, for want of pages.
     demoted: trajectories that were no longer resident before they ended.
     moved_tokens: whose KV came from other workers.
+    returned_tokens: of hit_tokens, those whose KV came back from host memory.
     pages, free_pages, evictable_pages: of KV; evictable ones hold what nothing runs on.
     evicted_pages: given up, since the start.
     """
@@ -74,6 +75,7 @@ class Load:
     retracted: int = 0
     demoted: int = 0
     moved_tokens: int = 0
+    returned_tokens: int = 0
     pages: int = 0
     free_pages: int = 0
     evictable_pages: int = 0

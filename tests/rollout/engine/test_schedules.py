@@ -41,7 +41,11 @@ def test_any_schedule_gives_the_same(weights, undisturbed, seed):
     """Two engines short of pages; requests are cancelled, go on at either, and may take their KV along."""
     rng = np.random.default_rng(seed)
     temperature = float(rng.integers(2))
-    shape = dict(residency=str(rng.choice(["references", "lru", "lfu"])), stall_s=float(rng.choice([1e-9, 1.0])))
+    shape = dict(
+        residency=str(rng.choice(["references", "lru", "lfu"])),
+        stall_s=float(rng.choice([1e-9, 1.0])),
+        host_tokens=int(rng.choice([0, 12, 80])),
+    )
     engines = [tiny.engine(weights, **SHORT, **shape) for _ in range(2)]
     todo = contexts()
     seeds = {name: i for i, name in enumerate(todo)}

@@ -76,6 +76,7 @@ class Engine:
             retracted=int(c["retracted"]),
             demoted=int(c["demoted"]),
             moved_tokens=int(c["moved_in"]),
+            returned_tokens=self._kv.returned,
             evicted_pages=tree.evicted,
             free_pages=tree.free,
             evictable_pages=tree.evictable,

@@ -11,6 +11,7 @@ import numpy as np
 
 from venusrl.models.config import ModelConfig
 from venusrl.rollout.engine.cache import LayerCache, new_caches, new_pool
+from venusrl.rollout.engine.host import HostTier
 from venusrl.rollout.engine.options import EngineOptions, bucket
 from venusrl.rollout.engine.programs import Programs
 from venusrl.rollout.engine.radix import RadixTree
@@ -56,10 +57,15 @@ class KvStore:
     """Attributes:
     tree: of cached pages.
     caches: the rows, by layer.
+    returned: tokens whose KV came back from host memory.
     """
 
     def __init__(self, config: ModelConfig, o: EngineOptions, programs: Programs):
-        self.tree = RadixTree(o.pages, o.page, order(o.residency))
+        self._host = HostTier(config, o.host_pages, o.page) if o.host_pages else None
+        self._leaving: list[tuple[Hashable, list[int], list[int]]] = []  # pages given up that host memory will take
+        given_up = None if self._host is None else lambda *pages: self._leaving.append(pages)
+        self.tree = RadixTree(o.pages, o.page, order(o.residency), given_up)
+        self.returned = 0
         self.caches = new_caches(config, o.slots, o.row_tokens)
         self._pool = new_pool(config, o.pages, o.page)
         self._page = o.page
@@ -83,6 +89,9 @@ class KvStore:
         tree = self.tree
         node, pages, length = tree.match(namespace, s.tokens, len(s.tokens) - 1, s.trajectory)
         tree.lock(node)
+        back = []
+        if self._host is not None and node.owner is None:
+            back = self._host.find(namespace, s.tokens, length, len(s.tokens) - 1)
         short = self.pages_for(len(s.tokens)) - len(pages)
         if short + reserve > tree.free + tree.evictable:
             tree.unlock(node)
@@ -93,7 +102,12 @@ class KvStore:
             node = tree.take_tail(node)
             tree.lock(node)
             s.shared -= 1
-        s.node, s.pages = node, pages + tree.take(short)
+        blocks = self._host.read(back, bucket(len(back), _powers(len(back)))) if back else []
+        s.node, s.pages = node, pages + self._take(short)
+        if back:
+            self._place(s.pages[len(pages) : len(pages) + len(back)], blocks)
+            length += len(back) * self._page
+            self.returned += len(back) * self._page
         s.cached = s.stored = length
         s.row = self._take_row(s, namespace)
         row, kept = self._rows[s.row], 0
@@ -113,7 +127,7 @@ class KvStore:
             return True
         if short > self.tree.free + self.tree.evictable:
             return False
-        s.pages += self.tree.take(short)
+        s.pages += self._take(short)
         return True
 
     def publish(self, s: Sequence) -> None:
@@ -175,6 +189,8 @@ class KvStore:
     def drop(self) -> None:
         """Forgets everything that is cached; nothing may run."""
         self.tree.drop()
+        if self._host is not None:
+            self._host.drop()
         for row in self._rows:
             row.tokens = []
 
@@ -183,9 +199,7 @@ class KvStore:
         tokens, pages = self.tree.path(trajectory)
         if not tokens:
             return None
-        wanted = np.zeros(bucket(len(pages), _powers(len(pages))), np.int32)
-        wanted[: len(pages)] = pages
-        return Prefix(trajectory, namespace, version, tokens, self._programs.pick(self._pool, wanted))
+        return Prefix(trajectory, namespace, version, tokens, self._pick(pages))
 
     def bring(self, prefix: Prefix, namespace: Hashable) -> int:
         """Caches KV from elsewhere, in place of what is needed least; tokens that came, 0 where there is no room."""
@@ -198,16 +212,39 @@ class KvStore:
             if total - len(pages) > tree.free + tree.evictable:
                 return 0
             here = len(pages)
-            pages = pages + tree.take(total - here)
-            where = np.full(len(prefix.blocks[0].keys), tree.capacity, np.int32)
-            where[here:total] = pages[here:]
-            self._pool = self._programs.place(self._pool, where, prefix.blocks)
+            pages = pages + self._take(total - here)
+            self._place([*[tree.capacity] * here, *pages[here:]], prefix.blocks)
             tree.insert(namespace, prefix.trajectory, prefix.tokens, pages)
         finally:
             tree.unlock(node)
         return len(prefix.tokens) - length
 
     # Copies
+
+    def _take(self, count: int) -> list[int]:
+        """Pages of the tree's; what they held goes to host memory, where there is any."""
+        pages = self.tree.take(count)
+        if self._leaving:
+            blocks, at = self._pick([page for _, _, gone in self._leaving for page in gone]), 0
+            blocks = [LayerCache(*(np.asarray(x) for x in layer)) for layer in blocks]
+            for namespace, tokens, gone in self._leaving:
+                part = slice(at, at + len(gone))
+                self._host.write(namespace, tokens, [LayerCache(b.keys[part], b.values[part]) for b in blocks])
+                at += len(gone)
+            self._leaving.clear()
+        return pages
+
+    def _pick(self, pages: list[int]) -> list[LayerCache]:
+        """Copies of pages; some more than asked for, at the end."""
+        wanted = np.zeros(bucket(len(pages), _powers(len(pages))), np.int32)
+        wanted[: len(pages)] = pages
+        return self._programs.pick(self._pool, wanted)
+
+    def _place(self, pages: list[int], blocks: list[LayerCache]) -> None:
+        """Blocks into pages; what there is more of blocks is dropped, and so are pages outside."""
+        where = np.full(len(blocks[0].keys), self.tree.capacity, np.int32)
+        where[: len(pages)] = pages
+        self._pool = self._programs.place(self._pool, where, blocks)
 
     def fill_rows(self) -> None:
         """Rows of sequences that began get what pages have of them."""

@@ -15,6 +15,7 @@ class EngineOptions:
     max_length: tokens of a sequence, prompt included.
     page: tokens of a page of KV.
     kv_tokens: tokens of KV that the pages hold, running and cached together; 0 is slots x max_length.
+    host_tokens: tokens of KV that host memory holds behind the pages: what is given up there goes here; 0 is none.
     residency: the order in which cached pages are given up; see engine/residency.py.
     on_update: what new weights do to KV of the old: "recompute" drops it, "keep" goes on with it (and counts what is
       used of it), "drain" lets running requests end first, then drops it.
@@ -31,6 +32,7 @@ class EngineOptions:
     max_length: int = 1024
     page: int = 16
     kv_tokens: int = 0
+    host_tokens: int = 0
     residency: str = "references"
     on_update: str = "recompute"
     stall_s: float = 0.5
@@ -47,7 +49,8 @@ class EngineOptions:
             needed = name.startswith("prefill")
             if (needed and not value) or list(value) != sorted(set(value)) or any(size < 1 for size in value):
                 raise ConfigError(f"rollout.{name}={value}; give ascending positive sizes")
-        for name, least in (("slots", 1), ("max_length", 2), ("decode_steps", 1), ("page", 1), ("kv_tokens", 0)):
+        least_of = dict(slots=1, max_length=2, decode_steps=1, page=1, kv_tokens=0, host_tokens=0)
+        for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"rollout.{name}={getattr(self, name)} is too small; give {least} or more")
         if self.kv_tokens and self.kv_tokens < 2 * self.page:
@@ -67,6 +70,11 @@ class EngineOptions:
     def pages(self) -> int:
         """Pages of KV."""
         return (self.kv_tokens or self.slots * self.row_tokens) // self.page
+
+    @property
+    def host_pages(self) -> int:
+        """Pages of KV in host memory."""
+        return self.host_tokens // self.page
 
 
 def bucket(value: int, sizes) -> int:

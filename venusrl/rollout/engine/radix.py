@@ -8,7 +8,7 @@ Trees of different namespaces (weight versions, tenants) share nothing but the p
 """
 
 import heapq
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from venusrl.rollout.engine.residency import Order
 
@@ -43,8 +43,15 @@ class Node:
         self.born = self.locks = self.references = self.last_use = self.uses = self.stamp = 0
 
 
+# (namespace, tokens up to the end of the pages, the pages)
+GivenUp = Callable[[Hashable, list[int], list[int]], None]
+
+
 class RadixTree:
     """Pages are numbers below `pages`; each is free, in one node, or taken by the caller.
+
+    Args:
+      given_up: told of pages that are evicted, before they are anybody's; not of tails.
 
     Attributes:
       free: number of free pages.
@@ -53,11 +60,12 @@ class RadixTree:
       ticks: look-ups and insertions so far, the tree's clock.
     """
 
-    def __init__(self, pages: int, page: int, order: Order):
+    def __init__(self, pages: int, page: int, order: Order, given_up: GivenUp | None = None):
         self.page = page
         self.capacity = pages
         self.evictable = self.evicted = 0
         self._order = order
+        self._given_up = given_up
         self._free = list(range(pages - 1, -1, -1))
         self._roots: dict[Hashable, Node] = {}
         self._heap: list[tuple[tuple, int, Node]] = []  # leaves that may be given up, and outdated entries
@@ -137,12 +145,7 @@ class RadixTree:
 
     def path(self, trajectory: str) -> tuple[list[int], list[int]]:
         """What is cached of a trajectory, as far as it was last inserted: (tokens, pages)."""
-        tokens: list[int] = []
-        pages: list[int] = []
-        node = self._alive(self._ends.get(trajectory))
-        while node is not None:
-            tokens, pages, node = [*node.tokens, *tokens], node.pages + pages, node.parent
-        return tokens, pages
+        return self._down_to(self._alive(self._ends.get(trajectory)))[:2]
 
     def take_tail(self, node: Node) -> Node:
         """The page of a tail now belongs to the caller, who goes on from it. Returns the node above it."""
@@ -306,6 +309,10 @@ class RadixTree:
             if node.stamp != stamp or node.children or node.locks:
                 continue
             cut = min(count, len(node.pages))
+            if self._given_up is not None and node.owner is None:
+                tokens, pages, root = self._down_to(node)
+                namespace = next(name for name, other in self._roots.items() if other is root)
+                self._given_up(namespace, tokens, pages[len(pages) - cut :])
             self._give_back(node.pages[len(node.pages) - cut :])
             self.evicted += cut
             self.evictable -= cut
@@ -317,6 +324,16 @@ class RadixTree:
             else:
                 node.pages = []
                 self._detach(node)
+
+    @staticmethod
+    def _down_to(node: Node | None) -> tuple[list[int], list[int], Node | None]:
+        """The tokens and pages from the root down to `node`, and the root."""
+        runs, root = [], None
+        while node is not None:
+            runs.append(node)
+            node, root = node.parent, node
+        runs.reverse()
+        return [t for run in runs for t in run.tokens], [p for run in runs for p in run.pages], root
 
     def _detach(self, node: Node) -> None:
         """Takes a leaf out of the tree; pages that it still has are the caller's."""
