@@ -5,7 +5,8 @@ from venusrl.sim.workload import TrajectorySpec
 
 
 class PlainCost:
-    """A step is 1 s and 0.1 s a request; a prefilled token 0.01 s; a token moves in 1 ms."""
+    """A step is 1 s and 0.1 s a request; a prefilled token 0.01 s; a token moves in 1 ms, from host memory in
+    2 ms."""
 
     def __init__(self, kv_tokens: int = 10_000):
         self.kv_tokens = kv_tokens
@@ -18,6 +19,9 @@ class PlainCost:
 
     def transfer_s(self, tokens: int) -> float:
         return 0.001 * tokens
+
+    def host_s(self, tokens: int) -> float:
+        return 0.002 * tokens
 
 
 class Listed:

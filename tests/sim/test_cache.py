@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from venusrl.sim.cache import PrefixCache
+from venusrl.sim.host import HostTier
 
 PAGE = 4
 
@@ -32,7 +33,7 @@ def check(cache: PrefixCache, running: dict[str, int]) -> None:
 @given(st.integers(0, 10**9))
 def test_pages_add_up(seed):
     rng = random.Random(seed)
-    cache = PrefixCache(rng.randint(20, 60) * PAGE, PAGE)
+    cache = PrefixCache(rng.randint(20, 60) * PAGE, PAGE, host_tokens=rng.choice([0, 40, 400]))
     context: dict[str, int] = {}
     running: dict[str, int] = {}
     for now in range(120):
@@ -45,7 +46,7 @@ def test_pages_add_up(seed):
             fixed = cache.running + cache.prompts + cache.missing_prompt(group, prompt)
             if fixed + tail <= cache.capacity:
                 held = cache.held(name, group, prompt, length)
-                assert 0 <= held <= length
+                assert 0 <= held <= held + cache.behind(name, group, prompt, length) <= length
                 cache.pin(name, group, prompt, length)
                 running[name] = tail
                 assert cache.make_room(0)
@@ -114,3 +115,43 @@ def test_what_runs_is_never_evicted():
     assert cache.make_room(4)
     assert not cache.make_room(5)
     assert held(cache, "a/0") == 4 and cache.running == 8
+
+
+def test_what_is_evicted_can_be_had_from_host_memory():
+    cache = PrefixCache(24, PAGE, host_tokens=100)
+    for now, name in enumerate(("a/0", "b/0")):
+        cache.pin(name, name[0], 4, 12)
+        cache.unpin(name, 4, 12, 8, float(now))
+    cache.make_room(4)
+    assert (held(cache, "a/0"), cache.behind("a/0", "a", 4, 12)) == (8, 4)
+    cache.make_room(12)
+    assert (held(cache, "a/0"), cache.behind("a/0", "a", 4, 12)) == (0, 12)  # its prompt, too
+    assert cache.behind("a/1", "a", 4, 12) == 4  # a group-mate has the prompt alone
+    cache.clear()
+    assert cache.behind("a/0", "a", 4, 12) == 0
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.sampled_from("abc"), st.integers(0, 9), st.integers(1, 5)), max_size=40),
+    st.integers(1, 20),
+)
+def test_host_memory_holds_the_runs_used_last(steps, capacity):
+    """Against a plain list of single tokens by name."""
+    tier = HostTier(capacity)
+    runs: list[tuple[str, list[int]]] = []  # the least recently used first
+    for keeps, name, low, size in steps:
+        old = next((tokens for other, tokens in runs if other == name), [])
+        others = [run for run in runs if run[0] != name]
+        if keeps:
+            tier.keep(name, low, low + size)
+            new = list(range(low, low + size))
+            touches = old and low <= old[-1] + 1 and old[0] <= low + size
+            runs = [*others, (name, sorted({*old, *new}) if touches else new)]
+            while sum(len(tokens) for _, tokens in runs) > capacity:
+                runs[0][1].pop()
+                runs = [run for run in runs if run[1]]
+        else:
+            expected = old[-1] + 1 if low in old else low
+            assert tier.reach(name, low) == expected
+            runs = [*others, (name, old)] if low in old else runs
+        assert tier.used == sum(len(tokens) for _, tokens in runs)

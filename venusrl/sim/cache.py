@@ -7,6 +7,8 @@ least recently used first among equals; a prompt goes when no tail leans on it.
 
 import heapq
 
+from venusrl.sim.host import HostTier
+
 
 class _Tail:
     __slots__ = ("group", "last", "resident", "stamp", "tokens")
@@ -25,13 +27,17 @@ class _Prompt:
 class PrefixCache:
     """Tokens are counted in whole pages. `used` never exceeds `capacity` after `make_room` returned True.
 
+    Args:
+      host_tokens: what is evicted goes to host memory of so many tokens.
+
     Attributes:
       running: tokens of running tails, as `pin` counted them; the caller adds their growth.
       tails: tokens of cached tails.
       prompts: tokens of prompts, one copy a group.
     """
 
-    def __init__(self, capacity: int, page: int = 16):
+    def __init__(self, capacity: int, page: int = 16, host_tokens: int = 0):
+        self._host = HostTier(host_tokens) if host_tokens else None
         self.capacity = capacity // page * page
         self.page = page
         self.running = self.tails = self.prompts = 0
@@ -56,6 +62,17 @@ class PrefixCache:
         tail = self._tails.get(name)
         held = prompt + tail.tokens if tail else prompt
         return held if held < context else context
+
+    def behind(self, name: str, group: str, prompt: int, context: int) -> int:
+        """Tokens of the context after those that are here whose KV is in host memory."""
+        if self._host is None:
+            return 0
+        held = reach = self.held(name, group, prompt, context)
+        if group not in self._prompts:
+            reach = min(prompt, self._host.reach(group, 0))
+        if reach >= prompt:
+            reach = prompt + self._host.reach(name, reach - prompt)
+        return max(0, min(reach, context) - held)
 
     def missing_prompt(self, group: str, prompt: int) -> int:
         """Tokens of room that the group's prompt would take."""
@@ -138,6 +155,8 @@ class PrefixCache:
                 if tail is None or tail.stamp != stamp or tail.tokens == 0:
                     continue
                 cut = min(tail.tokens, self.pages(need))
+                if self._host is not None:
+                    self._host.keep(name, tail.tokens - cut, tail.tokens)
                 tail.tokens -= cut
                 self.tails -= cut
                 need -= cut
@@ -149,6 +168,8 @@ class PrefixCache:
                 found = self._prompts.get(name)
                 if found is None or found.stamp != stamp or found.leaning:
                     continue
+                if self._host is not None:
+                    self._host.keep(name, 0, found.tokens)
                 self.prompts -= found.tokens
                 need -= found.tokens
                 del self._prompts[name]
@@ -161,6 +182,8 @@ class PrefixCache:
         self._prompts.clear()
         self._heap.clear()
         self.tails = self.prompts = 0
+        if self._host is not None:
+            self._host.clear()
 
     def _left(self, tail: _Tail) -> None:
         """Nothing of a tail is here any more."""

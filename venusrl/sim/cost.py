@@ -27,18 +27,20 @@ class Accelerator:
     bandwidth: of device memory, bytes/s.
     memory: of the device, bytes.
     link: of the network, one device's share in one direction, bytes/s.
+    host: to and from host memory, one direction, bytes/s.
     """
 
     flops: float
     bandwidth: float
     memory: float
     link: float
+    host: float
 
 
-# NVIDIA's data sheets (H100 SXM5; H800 has its compute and memory), with one 400 Gb/s adapter a device.
+# NVIDIA's data sheets (H100 SXM5; H800 has its compute and memory), with one 400 Gb/s adapter a device; PCIe 5.0 x16.
 ACCELERATORS = {
-    "h100": Accelerator(flops=989e12, bandwidth=3.35e12, memory=80e9, link=50e9),
-    "h800": Accelerator(flops=989e12, bandwidth=3.35e12, memory=80e9, link=50e9),
+    "h100": Accelerator(flops=989e12, bandwidth=3.35e12, memory=80e9, link=50e9, host=64e9),
+    "h800": Accelerator(flops=989e12, bandwidth=3.35e12, memory=80e9, link=50e9, host=64e9),
 }
 
 
@@ -72,6 +74,10 @@ class EngineCost(Protocol):
         """KV of `tokens` to another worker."""
         ...
 
+    def host_s(self, tokens: int) -> float:
+        """KV of `tokens` from host memory."""
+        ...
+
 
 class Roofline:
     """A worker of `tensor` devices."""
@@ -94,6 +100,7 @@ class Roofline:
         self._pair_s = 4 * model.layers * model.heads * model.head_dim / flops  # one query on one key
         self._fixed_s = 2 * model.layers * ALLREDUCE_S if tensor > 1 else 0.0
         self._link = device.link * tensor
+        self._host = device.host * MEMORY_SHARE * tensor
 
     def decode_s(self, requests: int, kv_tokens: float) -> float:
         memory = self._weights_s + self._kv_s * kv_tokens
@@ -108,6 +115,9 @@ class Roofline:
 
     def transfer_s(self, tokens: int) -> float:
         return tokens * self._kv_bytes / self._link
+
+    def host_s(self, tokens: int) -> float:
+        return tokens * self._kv_bytes / self._host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,4 +168,7 @@ class Measured:
         return self.prefill_fixed_s + self.prefill_token_s * sum(new for new, _ in chunks)
 
     def transfer_s(self, tokens: int) -> float:
-        return self.prefill_s([(tokens, 0)])  # it has no way to move KV, and computes it again
+        return self.prefill_s([(tokens, 0)])  # as if it were computed again
+
+    def host_s(self, tokens: int) -> float:
+        return self.transfer_s(tokens)

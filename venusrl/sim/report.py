@@ -11,7 +11,8 @@ class Report:
     taken_s: times at which the trainer took them.
     trained, generated, wasted: tokens that the policy generated: those trained on, all, and those thrown away.
     prefilled: tokens of prefill.
-    hit: share of reusable context tokens whose KV was there.
+    hit: share of reusable context tokens whose KV was there, on the device or in host memory.
+    returned: tokens whose KV came from host memory.
     active: requests in prefill or decode, averaged over time and workers.
     decoding, prefilling: share of the workers' time spent so.
     discards: (length, discarded) of every trajectory that was trained on or thrown away, by discard or restart; the
@@ -29,6 +30,7 @@ class Report:
     wasted: int = 0
     prefilled: int = 0
     hit: float = 0.0
+    returned: int = 0
     active: float = 0.0
     decoding: float = 0.0
     prefilling: float = 0.0

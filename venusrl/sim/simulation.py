@@ -154,7 +154,8 @@ class Simulation:
     def worker_up(self, name: str) -> None:
         """A worker joins."""
         c = self._cluster
-        self.workers[name] = SimWorker(name, c.slots, c.engine)
+        host_tokens = int(self._system.host * c.engine.kv_tokens)
+        self.workers[name] = SimWorker(name, c.slots, c.engine, host_tokens=host_tokens)
         self._tell(WorkerUp(self.now, name, c.slots, c.engine.kv_tokens))
 
     def worker_down(self, name: str) -> None:
@@ -456,6 +457,7 @@ class Simulation:
         r = self.report
         r.prefilled += worker.prefilled
         r.hit += worker.hit
+        r.returned += worker.returned
         r.retracted += worker.retracted
         r.active += worker.slot_s
         r.decoding += worker.decode_s

@@ -25,6 +25,7 @@ class System:
       recently used, as in an engine that is told nothing of trajectories.
     cancels: what runs of a discarded group is stopped; otherwise it runs to its end, and is wasted.
     environments: trajectories alive at once, in multiples of async_factor * B * n; 0 is no limit.
+    host: tokens of KV in host memory behind each worker's own, in multiples of those.
     switches: fields of SchedulerOptions that differ from their defaults.
     """
 
@@ -34,6 +35,7 @@ class System:
     releases: bool = False
     cancels: bool = True
     environments: float = 0.0
+    host: float = 0.0
     switches: tuple[tuple[str, object], ...] = ()
 
     def __post_init__(self):
@@ -45,8 +47,14 @@ class System:
                 raise ConfigError(f"switch {name!r} is unknown; one of {', '.join(sorted(known))}")
 
 
+# VenusRL's order of actions on an engine that knows nothing of trajectories and evicts what was used least recently.
+_PLAIN_CACHE = (("residency", False), ("demotion", False))
+
 SYSTEMS: dict[str, System] = {
     "venus": System("venus", releases=True),
+    "venus_lru": System("venus", switches=_PLAIN_CACHE),
+    # HiCache's host pool is twice the device's unless it is told otherwise (SGLang, --hicache-ratio).
+    "venus_two_tier": System("venus", host=2.0, switches=_PLAIN_CACHE),
     # slime's abort-all makes an agent's call fail, and its agent examples build a new session then. `slime_resume` is
     # kinder than the code: the trajectory goes on. Neither bounds the age of what is trained on; `_bounded` does, as
     # VenusRL does, by discarding.

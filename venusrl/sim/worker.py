@@ -2,8 +2,8 @@
 
 All running requests get a token a step, so one number, the tokens each has got since the start (`_served`), places
 them all: a request ends when that number reaches its own. Waiting requests are prefilled first, as in SGLang: while a
-prefill runs, no token is decoded. When decoding runs out of KV, requests are retracted: lower priority first, then in
-SGLang's order (shortest output, then longest context).
+prefill runs, no token is decoded. KV in host memory is copied while the prefill computes the rest. When decoding runs
+out of KV, requests are retracted: lower priority first, then in SGLang's order (shortest output, then longest context).
 """
 
 import heapq
@@ -45,10 +45,10 @@ class Request:
 class SimWorker:
     """See the module. The driver calls `handle` at `next_time`, and asks for that again after every other call."""
 
-    def __init__(self, name: str, slots: int, cost: EngineCost, page: int = 16):
+    def __init__(self, name: str, slots: int, cost: EngineCost, page: int = 16, host_tokens: int = 0):
         self.name = name
         self.slots = slots
-        self.cache = PrefixCache(cost.kv_tokens, page)
+        self.cache = PrefixCache(cost.kv_tokens, page, host_tokens)
         self._cost = cost
         self._now = 0.0
         self._waiting: list[tuple[int, int, Request]] = []  # heap of (-priority, order, request)
@@ -68,7 +68,8 @@ class SimWorker:
         self.prefill_s = 0.0  # with prefill under way
         self.decoded = 0  # tokens
         self.prefilled = 0  # tokens
-        self.hit = 0  # tokens of contexts that were here
+        self.hit = 0  # tokens of contexts that were here, on the device or in host memory
+        self.returned = 0  # tokens that came from host memory
         self.asked = 0  # tokens of contexts that could have been here: all but what the turn's observation brought
         self.retracted = 0
 
@@ -79,7 +80,8 @@ class SimWorker:
         self._advance(now)
         self.requests[request.name] = request
         self.asked += reusable
-        self.hit += min(reusable, self.cache.held(request.name, request.group, request.prompt, request.context))
+        what = (request.name, request.group, request.prompt, request.context)
+        self.hit += min(reusable, self.cache.held(*what) + self.cache.behind(*what))
         self._queue(request)
         self._start(now)
 
@@ -215,7 +217,7 @@ class SimWorker:
         cache, running = self.cache, len(self._running)
         growth = running * self._served - self._begins
         chunks: list[tuple[int, int]] = []
-        tokens = 0
+        tokens = returned = 0
         while self._waiting and tokens < CHUNK_TOKENS:
             _, order, request = self._waiting[0]
             if request.order != order or self.requests.get(request.name) is not request:
@@ -223,7 +225,8 @@ class SimWorker:
                 continue
             length, count = request.length, running + len(self._prefilling)
             held = cache.held(request.name, request.group, request.prompt, length)
-            if tokens and tokens + length - held > CHUNK_TOKENS:
+            behind = cache.behind(request.name, request.group, request.prompt, length)
+            if tokens and tokens + length - held - behind > CHUNK_TOKENS:
                 break
             tail = cache.pages(length - request.prompt)
             fixed = cache.running + cache.prompts + cache.missing_prompt(request.group, request.prompt)
@@ -234,12 +237,17 @@ class SimWorker:
             request.counted = tail
             self._prefilling.append(request)
             cache.make_room(growth)
-            new = length - held or 1
+            new = length - held - behind or 1
+            returned += behind
             tokens += new
             chunks.append((new, length - new))
         if chunks:
             self.prefilled += tokens
-            self._busy_until = now + self._cost.prefill_s(chunks)
+            self.returned += returned
+            took = self._cost.prefill_s(chunks)
+            if returned:
+                took = max(took, self._cost.host_s(returned))
+            self._busy_until = now + took
 
     def _join(self, request: Request) -> None:
         """Begins to decode."""
