@@ -149,11 +149,11 @@ def test_kv_comes_back_from_host_memory_while_the_rest_is_prefilled():
     worker = SimWorker("w", 4, PlainCost(kv_tokens=700), host_tokens=2000)
     worker.submit(0.0, request("a/0", 5, context=400), 0)
     run(worker)
-    worker.submit(50.0, request("b/0", 5, context=400), 0)  # takes the place of half of it
+    worker.submit(50.0, request("b/0", 5, context=400), 0)  # takes the place of some of it
     run(worker)
-    held = worker.cache.held("a/0", "a", 10, 400)
-    assert held < 400
-    worker.submit(100.0, request("a/0", 5, context=500), 400)
-    assert worker.hit == 400 and worker.returned == 400 - held
-    assert worker.prefilled == 400 + 400 + 100
-    assert worker.next_time() == pytest.approx(100 + max(0.01 * 100, 0.002 * (400 - held)))
+    kept, held = 10 + 384, worker.cache.held("a/0", "a", 10, 500)  # 384 of 395 tokens are whole pages
+    assert held < kept
+    worker.submit(100.0, request("a/0", 5, context=500), 405)
+    assert worker.hit == kept and worker.returned == kept - held
+    assert worker.prefilled == 400 + 400 + 500 - kept
+    assert worker.next_time() == pytest.approx(100 + max(0.01 * (500 - kept), 0.002 * (kept - held)))
