@@ -266,6 +266,7 @@ class TrainingRun:
             "generated_per_s": metrics["generated_tokens"] / took,
             "prefilled_tokens": float(load.prefilled_tokens),
             "kv_hit_rate": load.hit_tokens / max(1, load.prompt_tokens),
+            "kv_kept_rate": load.kept_hit_tokens / max(1, load.kept_tokens),
             "kv_stale_tokens": float(load.stale_tokens),
             "kv_evicted_pages": float(load.evicted_pages),
             "kv_moved_tokens": float(load.moved_tokens),

@@ -7,10 +7,17 @@ Writes the files of each figure and index.html.
 
 import html
 
-from launchers.figures import fig02_motivation, fig10_end_to_end, fig12_discards, fig15_scheduler_ablation, sensitivity
+from launchers.figures import (
+    fig02_motivation,
+    fig10_end_to_end,
+    fig12_discards,
+    fig15_scheduler_ablation,
+    fig17_cache,
+    sensitivity,
+)
 from launchers.figures.common import Row, Settings, program
 
-FIGURES = (fig02_motivation, fig10_end_to_end, fig12_discards, fig15_scheduler_ablation, sensitivity)
+FIGURES = (fig02_motivation, fig10_end_to_end, fig12_discards, fig15_scheduler_ablation, fig17_cache, sensitivity)
 
 _STYLE = """
 body { font: 15px sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; }

@@ -5,6 +5,7 @@ import csv
 import dataclasses
 import gc
 import json
+import multiprocessing
 import os
 import statistics
 import sys
@@ -34,6 +35,7 @@ WORKDIR = flags.DEFINE_string("workdir", "runs/figures", "Folder for the files."
 TRACE = flags.DEFINE_string(
     "trace", "", "Trace of real runs with memory series, for Figure 2; empty leaves memory out."
 )
+LIVE = flags.DEFINE_bool("live", True, "The live part of a figure that has one, too; minutes.")
 JOBS = flags.DEFINE_integer("jobs", 0, "Processes at once; 0 is one a core.", lower_bound=0)
 
 GROUP = 8
@@ -50,6 +52,7 @@ class Settings:
     workdir: where files go.
     jobs: processes at once.
     trace: file of real runs; empty for none.
+    live: see --live.
     """
 
     quick: bool
@@ -57,6 +60,7 @@ class Settings:
     workdir: Path
     jobs: int
     trace: str = ""
+    live: bool = True
 
     @property
     def updates(self) -> int:
@@ -118,6 +122,7 @@ class Outcome:
     per_hour: float
     bound_fraction: float
     hit: float
+    kept: float
     active: float
     wasted: float
     discard_rate: float
@@ -147,6 +152,7 @@ def run_cell(cell: Cell) -> Outcome:
         per_hour=3600 * cell.updates / total_s,
         bound_fraction=0.0,  # filled in by `run_cells`
         hit=report.hit,
+        kept=report.kept,
         active=report.active,
         wasted=report.wasted / max(1, report.generated),
         discard_rate=report.discard_rate,
@@ -161,7 +167,9 @@ def run_cells(cells: Iterable[Cell], jobs: int) -> dict[Cell, Outcome]:
     """All of them, the longest first."""
     ordered = sorted(set(cells), key=lambda c: -c.batch * c.async_factor * c.updates)
     results: dict[Cell, Outcome] = {}
-    with ProcessPoolExecutor(jobs) if jobs > 1 else contextlib.nullcontext() as pool:
+    # A process that has used JAX cannot be forked.
+    fresh = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(jobs, fresh) if jobs > 1 else contextlib.nullcontext() as pool:
         each = pool.map if pool else map
         problems = list(dict.fromkeys(cell.problem for cell in ordered))
         bound = dict(zip(problems, each(bound_s, problems), strict=True))
@@ -197,12 +205,20 @@ class Row:
     bound_fraction: float | None = None
 
 
-def row(figure: str, cell: str, metric: str, paper, values: list[float], fractions: list[float] | None = None) -> Row:
-    """A simulated number over seeds."""
+def row(
+    figure: str,
+    cell: str,
+    metric: str,
+    paper,
+    values: list[float],
+    fractions: list[float] | None = None,
+    source: str = "simulated",
+) -> Row:
+    """A number over seeds."""
     spread = round(statistics.stdev(values), 4) if len(values) > 1 else None
     fraction = round(statistics.fmean(fractions), 3) if fractions else None
     ours = round(statistics.fmean(values), 4)
-    return Row(figure, cell, metric, paper, ours, "simulated", len(values), spread, fraction)
+    return Row(figure, cell, metric, paper, ours, source, len(values), spread, fraction)
 
 
 def write(settings: Settings, name: str, rows: list[Row], figure: plt.Figure) -> None:
@@ -236,7 +252,8 @@ def numbers(rows: list[Row]) -> dict[str, dict[str, float | None]]:
 def settings() -> Settings:
     """From the flags."""
     seeds = SEEDS.value or 1
-    return Settings(QUICK.value, seeds, Path(WORKDIR.value), JOBS.value or os.cpu_count() or 1, TRACE.value)
+    jobs = JOBS.value or os.cpu_count() or 1
+    return Settings(QUICK.value, seeds, Path(WORKDIR.value), jobs, TRACE.value, LIVE.value)
 
 
 def program(make: Callable[[Settings], list[Row]]) -> None:

@@ -54,6 +54,8 @@ class Load:
     generated_tokens, prefilled_tokens: since the start.
     pause_s: seconds for which weight updates kept decoding from running, since the start.
     prompt_tokens, hit_tokens: of contexts, all but the last token each; and how many of those were cached.
+    kept_tokens, kept_hit_tokens: of contexts of trajectories that were resident here ever since their last request
+      ended, as far as they had come then; and how many of those were cached.
     stale_tokens: of hit_tokens, those whose KV older weights made.
     retracted: running requests that had to wait again, for want of pages.
     demoted: trajectories that were no longer resident before they ended.
@@ -71,6 +73,8 @@ class Load:
     pause_s: float
     prompt_tokens: int = 0
     hit_tokens: int = 0
+    kept_tokens: int = 0
+    kept_hit_tokens: int = 0
     stale_tokens: int = 0
     retracted: int = 0
     demoted: int = 0

@@ -12,6 +12,7 @@ class Report:
     trained, generated, wasted: tokens that the policy generated: those trained on, all, and those thrown away.
     prefilled: tokens of prefill.
     hit: share of reusable context tokens whose KV was there, on the device or in host memory.
+    kept: the same, of trajectories that were resident ever since their last turn: of what fits.
     returned: tokens whose KV came from host memory.
     active: requests in prefill or decode, averaged over time and workers.
     decoding, prefilling: share of the workers' time spent so.
@@ -30,6 +31,7 @@ class Report:
     wasted: int = 0
     prefilled: int = 0
     hit: float = 0.0
+    kept: float = 0.0
     returned: int = 0
     active: float = 0.0
     decoding: float = 0.0

@@ -49,6 +49,7 @@ class _Live:
       begun: version of its first token.
       made: tokens of its present turn so far.
       known: tokens of its context whose KV some worker has had, under the present weights.
+      kept: it has been resident since its last turn, so its KV should still be there.
       worker: where it runs or was last.
       coming: the worker that its KV is on the way to.
     """
@@ -58,6 +59,7 @@ class _Live:
         "coming",
         "context",
         "generated",
+        "kept",
         "known",
         "made",
         "name",
@@ -76,7 +78,7 @@ class _Live:
         self.known = 0
         self.begun: int | None = None
         self.turn = self.made = self.generated = 0
-        self.priority, self.resident = 0, False
+        self.priority, self.resident, self.kept = 0, False, False
         self.worker: SimWorker | None = None
         self.coming: SimWorker | None = None
 
@@ -293,7 +295,7 @@ class Simulation:
         request = Request(live.name, live.trajectory.group_id, spec.prompt, live.context, tokens, live.priority)
         if live.resident:
             worker.cache.refer(live.name, live.trajectory.group_id, True)
-        worker.submit(self.now, request, live.known)
+        worker.submit(self.now, request, live.known, live.kept)
         self._watch(worker)
 
     def _prioritise(self, decision: Prioritise) -> None:
@@ -301,6 +303,7 @@ class Simulation:
         if live is None:
             return
         live.priority, live.resident = decision.priority, decision.resident
+        live.kept = live.kept and decision.resident
         if live.worker is not None:
             live.worker.cache.refer(live.name, live.trajectory.group_id, decision.resident)
             live.worker.set_priority(live.name, decision.priority)
@@ -322,7 +325,7 @@ class Simulation:
         live.made += made
         live.context += made
         live.generated += made
-        live.known = live.context
+        live.known, live.kept = live.context, live.resident
         self.report.generated += made
 
     def _finished(self, request: Request) -> None:
@@ -457,6 +460,7 @@ class Simulation:
         r = self.report
         r.prefilled += worker.prefilled
         r.hit += worker.hit
+        r.kept += worker.kept_hit
         r.returned += worker.returned
         r.retracted += worker.retracted
         r.active += worker.slot_s
@@ -465,10 +469,11 @@ class Simulation:
 
     def _summarise(self, wall_s: float) -> None:
         r = self.report
-        asked = sum(w.asked for w in self.workers.values())
+        asked, kept = (sum(getattr(w, n) for w in self.workers.values()) for n in ("asked", "kept_asked"))
         for worker in self.workers.values():
             self._count_worker(worker)
         r.hit = r.hit / asked if asked else 1.0
+        r.kept = r.kept / kept if kept else 1.0
         for name in ("active", "decoding", "prefilling"):
             setattr(r, name, getattr(r, name) / (max(self.now, 1e-9) * max(1, len(self.workers))))
         r.wall_s = wall_s

@@ -55,6 +55,7 @@ SYSTEMS: dict[str, System] = {
     "venus_lru": System("venus", switches=_PLAIN_CACHE),
     # HiCache's host pool is twice the device's unless it is told otherwise (SGLang, --hicache-ratio).
     "venus_two_tier": System("venus", host=2.0, switches=_PLAIN_CACHE),
+    "venus_host": System("venus", releases=True, host=2.0),
     # slime's abort-all makes an agent's call fail, and its agent examples build a new session then. `slime_resume` is
     # kinder than the code: the trajectory goes on. Neither bounds the age of what is trained on; `_bounded` does, as
     # VenusRL does, by discarding.

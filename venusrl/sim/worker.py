@@ -69,19 +69,25 @@ class SimWorker:
         self.decoded = 0  # tokens
         self.prefilled = 0  # tokens
         self.hit = 0  # tokens of contexts that were here, on the device or in host memory
+        self.kept_asked = self.kept_hit = 0  # both, of trajectories that were resident since their last turn
         self.returned = 0  # tokens that came from host memory
         self.asked = 0  # tokens of contexts that could have been here: all but what the turn's observation brought
         self.retracted = 0
 
     # Calls
 
-    def submit(self, now: float, request: Request, reusable: int) -> None:
-        """Takes a request. `reusable`: tokens of its context that some worker has held before."""
+    def submit(self, now: float, request: Request, reusable: int, kept: bool = False) -> None:
+        """Takes a request. `reusable`: tokens of its context that some worker has held before; `kept`: it has been
+        resident since."""
         self._advance(now)
         self.requests[request.name] = request
         self.asked += reusable
         what = (request.name, request.group, request.prompt, request.context)
-        self.hit += min(reusable, self.cache.held(*what) + self.cache.behind(*what))
+        hit = min(reusable, self.cache.held(*what) + self.cache.behind(*what))
+        self.hit += hit
+        if kept:
+            self.kept_asked += reusable
+            self.kept_hit += hit
         self._queue(request)
         self._start(now)
 

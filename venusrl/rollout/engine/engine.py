@@ -7,6 +7,7 @@ cached as long as there is room.
 
 import math
 import time
+from collections import Counter
 from typing import Any
 
 import jax
@@ -46,11 +47,10 @@ class Engine:
         self._awaited: set[str] = set()  # those whose prefix another waits for
         self._next: tuple[Any, int] | None = None  # weights that wait until nothing runs
         self._resident: set[str] = set()
+        self._kept: dict[str, int] = {}  # tokens cached when its last request ended, of those resident ever since
         self._orders = 0
         self._updated = 0  # the tree's clock at the last update
-        self._counts: dict[str, float] = dict.fromkeys(
-            ("generated", "prefilled", "prompt", "hit", "stale", "retracted", "demoted", "moved_in", "pause_s"), 0
-        )
+        self._counts: Counter[str] = Counter()  # tokens, trajectories and seconds; see `load`
 
     @property
     def busy(self) -> bool:
@@ -72,6 +72,8 @@ class Engine:
             pause_s=c["pause_s"],
             prompt_tokens=int(c["prompt"]),
             hit_tokens=int(c["hit"]),
+            kept_tokens=int(c["kept"]),
+            kept_hit_tokens=int(c["kept_hit"]),
             stale_tokens=int(c["stale"]),
             retracted=int(c["retracted"]),
             demoted=int(c["demoted"]),
@@ -121,7 +123,7 @@ class Engine:
         if s is None:
             return False
         self._forget_claims(trajectory)
-        self._kv.end([s])
+        self._end([s])
         return True
 
     def release(self, trajectory: str) -> None:
@@ -129,6 +131,7 @@ class Engine:
         self._kv.release(trajectory)
         self._queue.priority.pop(trajectory, None)
         self._resident.discard(trajectory)
+        self._kept.pop(trajectory, None)
 
     def prioritise(self, trajectory: str, priority: int, resident: bool) -> None:
         """Requests of higher priority start first and are retracted last; pages of resident trajectories stay before
@@ -138,6 +141,8 @@ class Engine:
             (self._resident.add if resident else self._resident.discard)(trajectory)
             self._counts["demoted"] += not resident
             self._kv.tree.refer(trajectory, resident)
+            if not resident:
+                self._kept.pop(trajectory, None)
 
     # KV that moves
 
@@ -169,6 +174,7 @@ class Engine:
             for s in list(self._running.values()):
                 self._wait_again(s, keep=False)
             self._kv.drop()
+            self._kept.clear()
         self._updated = self._kv.tree.ticks
         jax.block_until_ready(params)
         self._counts["pause_s"] += time.perf_counter() - started
@@ -234,6 +240,9 @@ class Engine:
     def _count_hit(self, s: Sequence) -> None:
         self._counts["prompt"] += len(s.tokens) - 1
         self._counts["hit"] += s.cached
+        kept = self._kept.pop(s.trajectory, 0)
+        self._counts["kept"] += kept
+        self._counts["kept_hit"] += min(kept, s.cached)
         node = s.node
         while node is not None and self._updated:
             self._counts["stale"] += len(node.tokens) * (node.born <= self._updated)
@@ -244,7 +253,7 @@ class Engine:
         del self._running[s.trajectory]
         self._forget_claims(s.trajectory)
         if keep:
-            self._kv.end([s])
+            self._end([s])
         else:
             self._kv.abandon(s)
         self._queue.add(s)
@@ -307,7 +316,7 @@ class Engine:
         answers.append((s.request, chunk))
         del self._running[s.trajectory]
         self._forget_claims(s.trajectory)
-        self._kv.end([s])
+        self._end([s])
 
     def _decode(self, answers: list[Answer]) -> None:
         ready = [s for s in self._running.values() if not s.missing]
@@ -349,4 +358,8 @@ class Engine:
         for s in ended:
             del self._running[s.trajectory]
             self._forget_claims(s.trajectory)
+        self._end(ended)
+
+    def _end(self, ended: list[Sequence]) -> None:
+        self._kept.update((s.trajectory, s.cached) for s in ended if s.trajectory in self._resident)
         self._kv.end(ended)
