@@ -63,6 +63,7 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
         kv_tokens=0,  # of a worker's KV, running and cached together; 0 is slots x max_length
         host_tokens=0,  # of KV in host memory, for what a worker's KV has no room for; 0 is none
         residency="references",  # which pages are given up first; or "lru", "lfu"
+        attention="auto",  # the device's own kernel where it computes what "xla" does; or "xla", "cudnn", "tpu"
         on_update="recompute",  # what an update does to KV of older weights; or "keep", "drain"
         stall_s=0.5,  # seconds for which prefill may hold up decode
     )

@@ -106,6 +106,7 @@ def engine_options(config: config_dict.ConfigDict) -> EngineOptions:
         kv_tokens=r.kv_tokens,
         host_tokens=r.host_tokens,
         residency=r.residency,
+        attention=r.attention,
         on_update=r.on_update,
         stall_s=r.stall_s,
     )
@@ -236,7 +237,12 @@ def make_workers(config: config_dict.ConfigDict, model: Model, params, version: 
 
         return tuple(RemoteWorker(address, write) for address in config.rollout.addresses)
     engines = (Engine(shape, params, version, stop, options) for _ in range(config.rollout.workers))
-    return tuple(JaxWorker(f"jax-{i}", engine) for i, engine in enumerate(engines))
+    workers = []
+    for i, engine in enumerate(engines):
+        workers.append(JaxWorker(f"jax-{i}", engine))
+        if engine.attention_note:
+            logging.warning("jax-%d: %s", i, engine.attention_note)
+    return tuple(workers)
 
 
 async def _close(worker: Worker, others: bool) -> None:

@@ -21,6 +21,7 @@ from absl import app, flags
 
 from launchers.bench import common, llamacpp, sglang
 from venusrl.models.config import ModelConfig, model_config
+from venusrl.rollout.engine.attention import choose
 from venusrl.rollout.engine.cache import new_caches
 from venusrl.rollout.engine.engine import Engine
 from venusrl.rollout.engine.options import EngineOptions
@@ -85,7 +86,7 @@ class Static:
     def __init__(self, config: ModelConfig, params: dict, slots: int, length: int):
         self.params, self.slots, self.length = params, slots, length
         self.steps = options(slots, length).decode_steps
-        self.programs = Programs(config, (config.vocab_size,))
+        self.programs = Programs(config, (config.vocab_size,), choose("auto", config)[0])
         self.caches = new_caches(config, slots, length)
 
     def round(self) -> float:

@@ -16,6 +16,7 @@ import numpy as np
 
 from venusrl.core.errors import ConfigError, ContractError
 from venusrl.models.config import ModelConfig
+from venusrl.rollout.engine.attention import choose
 from venusrl.rollout.engine.kv import KvStore, Prefix
 from venusrl.rollout.engine.options import EngineOptions, bucket
 from venusrl.rollout.engine.programs import Programs, RowState
@@ -26,7 +27,12 @@ Answer = tuple[Request, Chunk]
 
 
 class Engine:
-    """Rows and pages of KV, prefill in buckets, fused decode. Not thread-safe: one caller at a time."""
+    """Rows and pages of KV, prefill in buckets, fused decode. Not thread-safe: one caller at a time.
+
+    Attributes:
+      attention: name of the attention that it uses.
+      attention_note: why it is not the device's own; empty where it is.
+    """
 
     def __init__(self, config: ModelConfig, params: Any, version: int, stop_tokens: tuple[int, ...], o: EngineOptions):
         if o.max_length > config.max_length:
@@ -36,7 +42,9 @@ class Engine:
         self.options = o
         self.version = version
         self._params = params
-        self._programs = Programs(config, stop_tokens)
+        attention, self.attention_note = choose(o.attention, config)
+        self.attention = attention.name
+        self._programs = Programs(config, stop_tokens, attention)
         self._stop = frozenset(stop_tokens)
         self._kv = KvStore(config, o, self._programs)
         self._reads = sorted({r for r in o.read_lengths if r < o.max_length} | {o.row_tokens})

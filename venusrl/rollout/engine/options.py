@@ -17,6 +17,7 @@ class EngineOptions:
     kv_tokens: tokens of KV that the pages hold, running and cached together; 0 is slots x max_length.
     host_tokens: tokens of KV that host memory holds behind the pages: what is given up there goes here; 0 is none.
     residency: the order in which cached pages are given up; see engine/residency.py.
+    attention: "xla" (the reference), "cudnn" (NVIDIA), "tpu", or "auto": the device's own where it can be used.
     on_update: what new weights do to KV of the old: "recompute" drops it, "keep" goes on with it (and counts what is
       used of it), "drain" lets running requests end first, then drops it.
     stall_s: seconds for which prefill may hold up requests that decode.
@@ -34,6 +35,7 @@ class EngineOptions:
     kv_tokens: int = 0
     host_tokens: int = 0
     residency: str = "references"
+    attention: str = "auto"
     on_update: str = "recompute"
     stall_s: float = 0.5
     decode_steps: int = 8

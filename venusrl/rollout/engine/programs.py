@@ -7,18 +7,8 @@ import jax.numpy as jnp
 
 from venusrl.models.config import ModelConfig
 from venusrl.models.decoder import Decoder, head_matrix
-from venusrl.rollout.engine.cache import (
-    LayerCache,
-    decode_attention,
-    load,
-    new_chunk,
-    pick,
-    place,
-    prefill_attention,
-    put_chunk,
-    store,
-    take,
-)
+from venusrl.rollout.engine.attention.base import RowAttention
+from venusrl.rollout.engine.cache import LayerCache, load, pick, place, store
 
 BLOCK = 64  # tokens that sampling looks at together
 
@@ -90,7 +80,15 @@ def _invert(weights_RX: jax.Array, draw_R: jax.Array) -> jax.Array:
 
 
 def prefill(
-    config: ModelConfig, read: int, params, caches: list[LayerCache], rows_R, tokens_RT, start_R, count_R
+    config: ModelConfig,
+    attention: RowAttention,
+    read: int,
+    params,
+    caches: list[LayerCache],
+    rows_R,
+    tokens_RT,
+    start_R,
+    count_R,
 ) -> list[LayerCache]:
     """Puts the KV of new tokens into the cache.
 
@@ -104,13 +102,21 @@ def prefill(
     offset_T = jnp.arange(tokens_RT.shape[1])
     positions = start_R[:, None] + offset_T
     valid = offset_T < count_R[:, None]
-    attend = prefill_attention(rows_R, positions, valid, read)
+    attend = attention.prefill(rows_R, positions, valid, read)
     _, caches = Decoder(config).apply({"params": params}, tokens_RT, positions, attend, caches)
     return caches
 
 
 def decode(
-    config: ModelConfig, steps: int, read: int, stop_tokens: tuple[int, ...], params, caches, rows_R, state: RowState
+    config: ModelConfig,
+    attention: RowAttention,
+    steps: int,
+    read: int,
+    stop_tokens: tuple[int, ...],
+    params,
+    caches: list[LayerCache],
+    rows_R,
+    state: RowState,
 ) -> tuple[list[LayerCache], Decoded]:
     """Up to `steps` tokens for every row that has some remaining; ends early when none has.
 
@@ -121,7 +127,7 @@ def decode(
       rows_R: row of the cache of each entry of `state`; one outside the cache for padding, with none remaining. None
         where the state speaks of all rows in order.
     """
-    old = [take(layer, rows_R, read) for layer in caches]
+    still, chunks = zip(*(attention.begin(layer, rows_R, read, steps) for layer in caches), strict=True)
     start_R = state.position
     rows = state.token.shape[0]
     empty = Decoded(
@@ -136,8 +142,8 @@ def decode(
     def body(carry):
         step, chunks, state, out = carry
         active = state.remaining > 0
-        attend = decode_attention(start_R, step)
-        layers = list(zip(old, chunks, strict=True))
+        attend = attention.decode(start_R, step)
+        layers = list(zip(still, chunks, strict=True))
         hidden, chunks = Decoder(config).apply(
             {"params": params}, state.token[:, None], state.position[:, None], attend, layers
         )
@@ -153,30 +159,30 @@ def decode(
         )
         return step + 1, chunks, state, out
 
-    chunks = [new_chunk(layer, steps) for layer in old]
-    _, chunks, _, out = jax.lax.while_loop(going, body, (jnp.int32(0), chunks, state, empty))
+    _, chunks, _, out = jax.lax.while_loop(going, body, (jnp.int32(0), list(chunks), state, empty))
     written = zip(caches, chunks, strict=True)
-    return [put_chunk(layer, rows_R, start_R, out.count_R, chunk) for layer, chunk in written], out
+    return [attention.end(layer, rows_R, start_R, out.count_R, chunk, steps) for layer, chunk in written], out
 
 
 class Programs:
-    """The compiled programs of one (model, stop tokens); counts the shapes that it compiled."""
+    """The compiled programs of one (model, attention, stop tokens); counts the shapes that it compiled."""
 
-    def __init__(self, config: ModelConfig, stop_tokens: tuple[int, ...]):
+    def __init__(self, config: ModelConfig, stop_tokens: tuple[int, ...], attention: RowAttention):
         self._config = config
+        self._attention = attention
         self._stop = tuple(stop_tokens)
-        self._prefill = jax.jit(prefill, static_argnums=(0, 1), donate_argnums=(3,))
-        self._decode = jax.jit(decode, static_argnums=(0, 1, 2, 3), donate_argnums=(5,))
+        self._prefill = jax.jit(prefill, static_argnums=(0, 1, 2), donate_argnums=(4,))
+        self._decode = jax.jit(decode, static_argnums=(0, 1, 2, 3, 4), donate_argnums=(6,))
         self.store = jax.jit(store, donate_argnums=(0,))
         self.load = jax.jit(load, donate_argnums=(0,))
         self.pick = jax.jit(pick)
         self.place = jax.jit(place, donate_argnums=(0,))
 
     def prefill(self, read: int, params, caches, rows_R, tokens_RT, start_R, count_R):
-        return self._prefill(self._config, read, params, caches, rows_R, tokens_RT, start_R, count_R)
+        return self._prefill(self._config, self._attention, read, params, caches, rows_R, tokens_RT, start_R, count_R)
 
     def decode(self, steps: int, read: int, params, caches, rows_R, state: RowState):
-        return self._decode(self._config, steps, read, self._stop, params, caches, rows_R, state)
+        return self._decode(self._config, self._attention, steps, read, self._stop, params, caches, rows_R, state)
 
     @property
     def compiled(self) -> int:
