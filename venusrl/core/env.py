@@ -13,11 +13,13 @@ class Observation:
       text: shown to the policy.
       done: the episode is over; `text` is then not shown.
       info: readable facts of the step (the command, its exit code), JSON-able.
+      messages: what is shown in place of `text` as a message of the user, where it is another or several.
     """
 
     text: str
     done: bool = False
     info: dict[str, Any] = dataclasses.field(default_factory=dict)
+    messages: tuple[dict[str, str], ...] = ()
 
 
 class Env(Protocol):

@@ -224,7 +224,8 @@ class RolloutService:
             steps.append({"reply": reply, **observation.info, "observation": observation.text})
             done = observation.done
             if not done:
-                ids = self._chat.observation(observation.text, trajectory.tokens[-1])
+                shown = observation.messages or ({"role": "user", "content": observation.text},)
+                ids = self._chat.continuation(shown, trajectory.tokens[-1])
                 truncated = len(trajectory) + len(ids) >= self._max_length
                 if not truncated:
                     trajectory.append_observation(ids)

@@ -50,7 +50,7 @@ class Gateway:
             Route("/sessions/{name:path}", self._captured, methods=["GET"]),
             Route("/sessions/{name:path}", self._forget, methods=["DELETE"]),
         ]
-        return Starlette(routes=routes, exception_handlers={VenusError: _failed})
+        return Starlette(routes=routes, exception_handlers={VenusError: failed})
 
     async def _models(self, request: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": self._model, "object": "model", "owned_by": "venusrl"}]})
@@ -58,20 +58,20 @@ class Gateway:
     async def _captured(self, request: HttpRequest) -> Response:
         session = self._sessions.get(request.path_params["name"])
         if session is None:
-            return _error(404, f"no session {request.path_params['name']!r}")
+            return error_response(404, f"no session {request.path_params['name']!r}")
         return JSONResponse({"id": session.name, "segments": session.captured()})
 
     async def _forget(self, request: HttpRequest) -> Response:
         session = self._sessions.pop(request.path_params["name"], None)
         if session is None:
-            return _error(404, f"no session {request.path_params['name']!r}")
+            return error_response(404, f"no session {request.path_params['name']!r}")
         self._locks.pop(session.name, None)
         for segment in session.segments:
             await self._worker.release(segment.trajectory.id)
         return JSONResponse({"id": session.name, "deleted": True})
 
     async def _chat_completions(self, http: HttpRequest) -> Response:
-        fields = await _json(http)
+        fields = await call_fields(http)
         messages = check_messages(fields.get("messages"))
         tools = fields.get("tools") or []
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -79,7 +79,7 @@ class Gateway:
         return await self._answer(http, fields, lambda session: session.call(messages, tools), Chat(self, bool(tools)))
 
     async def _completions(self, http: HttpRequest) -> Response:
-        fields = await _json(http)
+        fields = await call_fields(http)
         prompt = fields.get("prompt")
         if isinstance(prompt, str):
             tokens = self._tokenizer.encode(prompt)
@@ -165,24 +165,23 @@ class Gateway:
     async def _stream(
         self, base: dict, kind: "Chat | Text", stream: AsyncIterator[str], first: str, said: "Said", prompt, fields
     ) -> AsyncIterator[bytes]:
-        def event(choice: dict) -> bytes:
-            body = {**base, "object": kind.stream_kind, "choices": [{"index": 0, "finish_reason": None, **choice}]}
-            return b"data: " + json.dumps(body).encode() + b"\n\n"
+        def piece_event(choice: dict) -> bytes:
+            choices = [{"index": 0, "finish_reason": None, **choice}]
+            return event({**base, "object": kind.stream_kind, "choices": choices})
 
         async with contextlib.aclosing(stream):
             try:
-                yield event(kind.piece(first, begin=True))
+                yield piece_event(kind.piece(first, begin=True))
                 async for piece in stream:
                     if piece:
-                        yield event(kind.piece(piece, begin=False))
+                        yield piece_event(kind.piece(piece, begin=False))
             except VenusError as error:
-                yield b"data: " + json.dumps({"error": {"message": str(error), "type": type(error).__name__}}).encode()
-                yield b"\n\n"
+                yield event({"error": {"message": str(error), "type": type(error).__name__}})
                 return
         last: dict[str, Any] = {**kind.piece(said.rest, begin=False), "finish_reason": kind.finish(said)}
         if fields.get("return_token_ids"):
             last |= {"prompt_token_ids": prompt, "token_ids": said.tokens}
-        yield event(last)
+        yield piece_event(last)
         yield b"data: [DONE]\n\n"
 
 
@@ -303,7 +302,12 @@ def _options(fields: dict, max_tokens: int) -> dict[str, Any]:
     return {"temperature": float(temperature), "max_tokens": count, "stop": stops, "seed": seed}
 
 
-async def _json(http: HttpRequest) -> dict:
+async def call_fields(http: HttpRequest) -> dict:
+    """The body of a call.
+
+    Raises:
+      ContractError: it is no JSON object.
+    """
     try:
         fields = await http.json()
     except ValueError as error:
@@ -313,9 +317,16 @@ async def _json(http: HttpRequest) -> dict:
     return fields
 
 
-def _error(status: int, text: object) -> JSONResponse:
+def event(body: dict) -> bytes:
+    """A server-sent event."""
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+
+def error_response(status: int, text: object) -> JSONResponse:
+    """An error in the OpenAI API's form."""
     return JSONResponse({"error": {"message": str(text), "type": "invalid_request_error"}}, status_code=status)
 
 
-async def _failed(request: HttpRequest, error: Exception) -> Response:
-    return _error(400 if isinstance(error, ContractError) else 503, error)
+async def failed(request: HttpRequest, error: Exception) -> Response:
+    """The answer to a call that raised `error`: the caller's fault, or ours."""
+    return error_response(400 if isinstance(error, ContractError) else 503, error)

@@ -36,6 +36,19 @@ def check_messages(messages: Any) -> list[Message]:
     return messages
 
 
+def same(some: Sequence[Message], others: Sequence[Message]) -> bool:
+    """Whether two histories say the same. Clients add fields, leave out empty ones and cut contents into parts."""
+    return len(some) == len(others) and all(_said(*pair) for pair in zip(some, others, strict=True))
+
+
+def _said(one: Message, other: Message) -> bool:
+    def essence(message: Message):
+        calls = [(call.get("id"), call.get("function")) for call in message.get("tool_calls") or ()]
+        return message["role"], _text(message, 0), calls, message.get("tool_call_id")
+
+    return essence(one) == essence(other)
+
+
 def rendered(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     """Messages of a role and a text each, in the roles that the model knows."""
     plain: list[dict[str, str]] = []

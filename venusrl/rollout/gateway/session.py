@@ -11,7 +11,7 @@ from typing import Any
 
 from venusrl.core.trajectory import Trajectory
 from venusrl.models.chat import ChatFormat
-from venusrl.rollout.gateway.messages import Message, rendered
+from venusrl.rollout.gateway.messages import Message, rendered, same
 
 
 @dataclasses.dataclass
@@ -43,7 +43,7 @@ class Session:
         tools = list(tools)
         for segment in reversed(self.segments):
             known = len(segment.messages)
-            goes_on = known < len(messages) and list(messages[:known]) == segment.messages
+            goes_on = known < len(messages) and same(messages[:known], segment.messages)
             if goes_on and segment.tools == tools and segment.messages[-1]["role"] == "assistant":
                 new = rendered(messages[known:], ())
                 ids = self._chat.continuation(new, segment.trajectory.tokens[-1])
