@@ -4,21 +4,20 @@
     python -m launchers.serve --config=configs/quickstart.py --workdir=runs/quickstart --port=8000
 
 With --workdir the newest checkpoint of that run is served, else the configuration's own. Give every conversation a
-header `x-session-id`; GET /sessions/ID returns its tokens, mask, logprobs and versions.
+header `x-session-id`; GET /sessions/ID returns its tokens, mask, logprobs and versions. A session in which nothing
+happens for --idle_s seconds is forgotten.
 """
 
 import asyncio
-import signal
-import socket
 import sys
 from pathlib import Path
 
-import uvicorn
 from absl import app, flags, logging
 
 from launchers import system
 from launchers.configuration import check_config, define_config, parse_flags
-from venusrl.core.errors import CheckpointError, ConfigError, VenusError
+from launchers.listening import answer, listen
+from venusrl.core.errors import CheckpointError, VenusError
 from venusrl.learner.checkpoint import Checkpointer
 from venusrl.learner.publish import publish
 from venusrl.rollout.engine.engine import Engine
@@ -28,6 +27,7 @@ from venusrl.rollout.gateway.app import Gateway
 _CONFIG = define_config("configs/quickstart.py", "The model, and the engine's options.")
 _WORKDIR = flags.DEFINE_string("workdir", "", "Folder of a run whose newest checkpoint is served.")
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on. There is no authentication: keep it private.")
+_IDLE_S = flags.DEFINE_float("idle_s", 3600.0, "Seconds after which an idle session is forgotten.", lower_bound=1.0)
 _PORT = flags.DEFINE_integer("port", 8000, "Port to listen on; 0 takes a free one.", 0, 65535)
 
 
@@ -50,25 +50,15 @@ async def serve(config, workdir: str, host: str, port: int) -> None:
     """Until it is told to stop."""
     model = system.load_model(config)
     params, version = weights(config, model, workdir)
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen()  # whoever reads the address below can connect at once
-    except OSError as error:
-        raise ConfigError(f"--host={host} --port={port}: {error.strerror}; give another, 0 for a free one") from error
+    listener, address = listen(host, port)
     shape = model.config
     engine = Engine(shape, publish(params, shape.dtype), version, model.chat.stop_tokens, system.engine_options(config))
     worker = JaxWorker("served", engine)
     await worker.start()
-    gateway = Gateway(worker, model.tokenizer, model.chat, config.model.name)
-    options = uvicorn.Config(gateway.app(), log_level="warning", lifespan="off", timeout_graceful_shutdown=5)
-    server = uvicorn.Server(options)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
-    print(f"serving at http://{host}:{listener.getsockname()[1]}/v1", flush=True)
+    gateway = Gateway(worker, model.tokenizer, model.chat, config.model.name, idle_s=_IDLE_S.value)
+    print(f"serving at {address}/v1", flush=True)
     try:
-        await server._serve([listener])  # `serve` would take the signals for itself
+        await answer(gateway.app(), listener)
     finally:
         await worker.close()
 

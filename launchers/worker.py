@@ -8,16 +8,14 @@ port is printed when it answers. It ends at SIGTERM or SIGINT.
 """
 
 import asyncio
-import signal
-import socket
 import sys
 
-import uvicorn
 from absl import app, flags, logging
 
 from launchers import system
 from launchers.configuration import check_config, define_config, parse_flags
-from venusrl.core.errors import ConfigError, VenusError
+from launchers.listening import answer, listen
+from venusrl.core.errors import VenusError
 from venusrl.learner.publish import publish
 from venusrl.models import hf
 from venusrl.rollout.engine.engine import Engine
@@ -35,31 +33,16 @@ async def serve(config, host: str, port: int) -> None:
     model = system.load_model(config)
     shape = model.config
     engine = Engine(shape, publish(model.params, shape.dtype), 0, model.chat.stop_tokens, system.engine_options(config))
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen()  # whoever reads the address below can connect at once
-    except OSError as error:
-        raise ConfigError(
-            f"--host={host} --port={port}: {error.strerror}; give another, or 0 for a free port"
-        ) from error
-    address = f"http://{host}:{listener.getsockname()[1]}"
+    listener, address = listen(host, port)
     worker = JaxWorker(address, engine)
     await worker.start()
 
     def weights(data: bytes) -> dict:
         return publish(hf.from_bytes(data, shape), shape.dtype)
 
-    application = worker_app(worker, from_bytes, to_bytes, weights)
-    server = uvicorn.Server(
-        uvicorn.Config(application, log_level="warning", lifespan="off", timeout_graceful_shutdown=5)
-    )
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
     print(f"worker at {address}", flush=True)
     try:
-        await server._serve([listener])  # `serve` would take the signals for itself
+        await answer(worker_app(worker, from_bytes, to_bytes, weights), listener)
     finally:
         await worker.close()
 

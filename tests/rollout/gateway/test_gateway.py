@@ -15,10 +15,10 @@ TOOLS = [{"type": "function", "function": {"name": "run", "parameters": {}}}]
 
 
 class Bench:
-    def __init__(self, script: Script | None = None, **options):
+    def __init__(self, script: Script | None = None, idle_s: float = 3600.0, **options):
         self.script = script or Script()
         self.worker = ScriptedWorker(self.script, max_length=options.pop("max_length", 4096), **options)
-        self.gateway = Gateway(self.worker, self.script.tokenizer, self.script.chat, "tiny")
+        self.gateway = Gateway(self.worker, self.script.tokenizer, self.script.chat, "tiny", idle_s=idle_s)
         transport = httpx.ASGITransport(self.gateway.app())
         self.http = httpx.AsyncClient(transport=transport, base_url="http://gateway")
 
@@ -184,3 +184,19 @@ async def test_calls_of_a_session_wait_for_one_another():
     answers = await asyncio.gather(*(bench.chat(HELLO) for _ in range(4)))
     assert len({a["id"] for a in answers}) == 4 and bench.worker.most_running == 1
     assert len(await bench.segments()) == 4
+
+
+async def test_a_session_that_is_idle_for_long_is_forgotten(monkeypatch):
+    bench = Bench(idle_s=10.0)
+    now = [100.0]
+    monkeypatch.setattr("venusrl.rollout.gateway.app.time.monotonic", lambda: now[0])
+    await bench.chat(HELLO, session="old")
+    now[0] += 6
+    await bench.chat(HELLO, session="young")
+    now[0] += 6
+    await bench.chat(HELLO, session="new")
+    assert [name for name in ("old", "young", "new") if (await bench.http.get(f"/sessions/{name}")).is_success] == [
+        "young",
+        "new",
+    ]
+    assert bench.worker.released == ["old/0"]

@@ -32,11 +32,22 @@ FINISH = {"stop": "stop", "length": "length", "preempted": "length"}
 class Gateway:
     """See the module."""
 
-    def __init__(self, worker: Worker, tokenizer: Tokenizer, chat: ChatFormat, model: str, max_tokens: int = 1024):
+    def __init__(
+        self,
+        worker: Worker,
+        tokenizer: Tokenizer,
+        chat: ChatFormat,
+        model: str,
+        max_tokens: int = 1024,
+        idle_s: float = 3600.0,
+    ):
         """Args:
         model: the name that answers carry.
         max_tokens: of a reply, where a call does not say.
+        idle_s: seconds after the last call of a session after which it is forgotten.
         """
+        self._idle_s = idle_s
+        self._used: dict[str, float] = {}  # when each session was called last, the longest ago first
         self._worker, self._tokenizer, self._chat = worker, tokenizer, chat
         self._model, self._max_tokens = model, max_tokens
         self._sessions: dict[str, Session] = {}
@@ -62,13 +73,27 @@ class Gateway:
         return JSONResponse({"id": session.name, "segments": session.captured()})
 
     async def _forget(self, request: HttpRequest) -> Response:
-        session = self._sessions.pop(request.path_params["name"], None)
-        if session is None:
-            return error_response(404, f"no session {request.path_params['name']!r}")
-        self._locks.pop(session.name, None)
+        name = request.path_params["name"]
+        if name not in self._sessions:
+            return error_response(404, f"no session {name!r}")
+        await self._drop(name)
+        return JSONResponse({"id": name, "deleted": True})
+
+    async def _drop(self, name: str) -> None:
+        session = self._sessions.pop(name)
+        self._locks.pop(name, None)
+        self._used.pop(name, None)
         for segment in session.segments:
             await self._worker.release(segment.trajectory.id)
-        return JSONResponse({"id": session.name, "deleted": True})
+
+    async def _drop_idle(self) -> None:
+        """Forgets sessions that nobody has called for long; none with a call under way."""
+        now = time.monotonic()
+        for name, last in list(self._used.items()):
+            if now - last < self._idle_s:
+                break
+            if not self._locks[name].locked():
+                await self._drop(name)
 
     async def _chat_completions(self, http: HttpRequest) -> Response:
         fields = await call_fields(http)
@@ -97,6 +122,7 @@ class Gateway:
         name = named or f"anonymous-{secrets.token_hex(8)}"
         if not isinstance(name, str) or len(name) > 200:
             raise ContractError("the session's name must be text of at most 200 characters")
+        await self._drop_idle()
         lock = self._locks.setdefault(name, asyncio.Lock())  # calls of a session one after the other
         await lock.acquire()
         try:
@@ -106,6 +132,8 @@ class Gateway:
                 session = Session(name, self._chat, seed)
             if named:
                 self._sessions[name] = session
+                self._used.pop(name, None)
+                self._used[name] = time.monotonic()
             else:
                 del self._locks[name]  # nobody comes back to it
             segment = segment_of(session)
