@@ -237,12 +237,7 @@ def make_workers(config: config_dict.ConfigDict, model: Model, params, version: 
 
         return tuple(RemoteWorker(address, write) for address in config.rollout.addresses)
     engines = (Engine(shape, params, version, stop, options) for _ in range(config.rollout.workers))
-    workers = []
-    for i, engine in enumerate(engines):
-        workers.append(JaxWorker(f"jax-{i}", engine))
-        if engine.attention_note:
-            logging.warning("jax-%d: %s", i, engine.attention_note)
-    return tuple(workers)
+    return tuple(JaxWorker(f"jax-{i}", engine) for i, engine in enumerate(engines))
 
 
 async def _close(worker: Worker, others: bool) -> None:

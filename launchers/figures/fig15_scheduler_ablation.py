@@ -15,7 +15,6 @@ NAME = "fig15_scheduler_ablation"
 BATCHES = (32, 64)
 _OFF = {"residency": False, "demotion": False, "migration": False}
 # (name, system, switches, prediction)
-LIVE_STEPS = ("action-level", "+ demotion", "+ migration")
 STEPS = (
     ("action-level", "fcfs_action", {}, ""),
     ("FCFS priority", "fcfs_priority", {}, ""),
@@ -25,6 +24,7 @@ STEPS = (
     ("+ migration", "venus", {}, ""),
     ("+ a clairvoyant prediction", "venus", {}, "oracle"),
 )
+LIVE_STEPS = ("action-level", "+ demotion", "+ migration")
 
 
 def make(settings: Settings) -> list[Row]:

@@ -2,6 +2,7 @@
 
 Everything is real but the model's weights and what the tools say: a turn generates as many tokens as its trajectory
 has there, and its tool takes as long. Lengths and times are those of the simulator's workload, so many times smaller.
+Weights are published, and are the same, and KV of old ones is kept: what is computed again is what had no room.
 """
 
 import asyncio
@@ -176,7 +177,7 @@ class _Run:
         self.chat = ChatFormat(tokenizer)
         config = ModelConfig(tokenizer.vocab_size, 128, 4, 4, 2, 32, 384, rope_theta=1e4, max_length=LENGTH)
         self.workload = Small(cell.seed)
-        open_tokens = ASYNC * BATCH * GROUP * self.workload.mean_context()
+        open_tokens = ASYNC * BATCH * GROUP * Small(0).mean_context()  # of one size, so that nothing compiles anew
         kv_tokens = max(2 * LENGTH, int(open_tokens / cell.load / cell.workers))
         self.what = system(cell.system)
         options = EngineOptions(
@@ -248,7 +249,8 @@ class _Run:
         new, known, prompts = 0, 0, {}
         for t in self.started:
             ends = [turn.end for turn in t.turns]
-            prompts[t.group_id] = t.turns[0].begin - 1 if t.turns else 0
+            if t.turns:
+                prompts[t.group_id] = t.turns[0].begin - 1
             for turn, end in zip(t.turns[1:], ends, strict=False):
                 known += end - 1
                 new += turn.begin - end

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from launchers.figures import all as every
-from launchers.figures import common, fig02_motivation
+from launchers.figures import common, fig02_motivation, live
 from launchers.figures.common import Cell, Row, Settings, bound_s, run_cell
 from venusrl.core.errors import TaskError
 
@@ -17,6 +17,8 @@ FIELDS = {f.name for f in dataclasses.fields(Row)}
 @pytest.fixture
 def short(monkeypatch):
     monkeypatch.setattr(common, "QUICK_TURNS", 3)
+    monkeypatch.setattr(live, "GROUP", 2)
+    monkeypatch.setattr(live, "BATCH", 1)
 
 
 @pytest.mark.timeout(300)
@@ -35,6 +37,9 @@ def test_every_figure_is_written_and_shown_beside_the_papers_numbers(short, tmp_
     assert sum(r.figure == "fig10_end_to_end" for r in rows) > 60
     fractions = [r.bound_fraction for r in rows if r.bound_fraction is not None]
     assert fractions and all(0 < f <= 1.0 for f in fractions)
+    lives = [r for r in rows if r.source == "live"]
+    assert {r.figure for r in lives} == {"fig15_scheduler_ablation", "fig17_cache"}
+    assert all(0 < r.ours <= 1.0 for r in lives if "hit rate" in r.metric)
     assert "paper 3.26x" in capsys.readouterr().out
     ours = common.numbers(rows)
     assert set(ours) == {figure.NAME for figure in every.FIGURES}

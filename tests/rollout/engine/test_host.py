@@ -40,23 +40,34 @@ def test_it_holds_the_pages_that_were_used_last(steps, capacity):
     for kind, namespace, tokens, first in steps:
         names = [(namespace, *tokens[:end]) for end in range(PAGE, len(tokens) + 1, PAGE)][first:]
         if kind == "write" and names:
-            tier.write(namespace, tokens, blocks(names))
-            for name in names:
+            tier.write(namespace, tokens, blocks(names), born=len(names))
+            for name in reversed(names):
                 used = touched(used, name)[-capacity:]
         elif kind == "read":
             held = []
             while len(held) < len(names) and names[len(held)] in used:
-                used = touched(used, names[len(held)])
                 held.append(names[len(held)])
+            for name in reversed(held):
+                used = touched(used, name)
             slots = tier.find(namespace, tokens, first * PAGE, len(tokens))
             assert len(slots) == len(held)
             if held:
-                for got, wanted in zip(tier.read(slots, 8), blocks(held), strict=True):
+                for got, wanted in zip(tier.read(slots, 8)[0], blocks(held), strict=True):
                     np.testing.assert_array_equal(got.keys[: len(held)], wanted.keys)
                     np.testing.assert_array_equal(got.values[: len(held)], wanted.values)
         assert len(tier) == len(used)
     tier.drop()
     assert len(tier) == 0 and not tier.find("a", [0] * PAGE, 0, PAGE)
+
+
+def test_a_long_prefix_that_loses_pages_keeps_its_beginning():
+    tier = HostTier(tiny.CONFIG, 6, PAGE)
+    long, other = [1] * 5 * PAGE, [0] * 3 * PAGE
+    tier.write("a", long, blocks([("a", i) for i in range(5)]), 0)
+    tier.write("a", other, blocks([("a", i) for i in range(3)]), 0)
+    assert len(tier.find("a", long, 0, len(long))) == 3
+    tier.write("a", [2] * 9 * PAGE, blocks([("a", i) for i in range(9)]), 0)  # more than there is room for
+    assert len(tier.find("a", [2] * 9 * PAGE, 0, 9 * PAGE)) == 6
 
 
 def two_turns(engine, weights) -> int:
@@ -90,8 +101,13 @@ def test_samples_of_a_prompt_all_find_it(weights):
     run(engine, [ask("first", prompt, 2)])
     run(engine, [ask(f"other{i}", tiny.tokens(20 + i, 30), 4) for i in range(3)])  # these take all pages
     before = engine.load().prefilled_tokens
-    run(engine, [ask(f"g{i}", prompt, 2) for i in range(3)])
+    for i in range(3):
+        engine.submit(ask(f"g{i}", prompt, 2))
+    engine.step()
     assert engine.load().prefilled_tokens == before
+    assert engine.load().returned_tokens > 0
+    load = engine.load()
+    assert load.pages - load.free_pages - load.evictable_pages <= 4 + 3  # the prompt once, and a page for each
 
 
 def test_new_weights_find_nothing_of_the_old(weights):
@@ -114,3 +130,16 @@ def test_other_namespaces_find_nothing(weights):
     run(engine, [dataclasses.replace(request, namespace="other") for request in others])
     assert engine.load().returned_tokens == before.returned_tokens
     assert engine.load().prefilled_tokens == 2 * before.prefilled_tokens
+
+
+def test_kv_that_comes_back_is_as_old_as_it_was(weights):
+    engine = tiny.engine(weights, kv_tokens=32, host_tokens=400, residency="lru", on_update="keep")
+    context = tiny.tokens(0, 17)
+    run(engine, [ask("t", context, 2)])
+    run(engine, [ask(f"other{i}", tiny.tokens(20 + i, 25), 4) for i in range(3)])  # these take all pages
+    engine.set_weights(weights, 1)
+    run(engine, [ask("u", context, 2)])
+    assert engine.load().returned_tokens > 0
+    assert engine.load().stale_tokens == 16
+    run(engine, [ask("v", context, 2)])
+    assert engine.load().stale_tokens == 32

@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from tests.rollout.scripted import Script, ScriptedWorker
+from venusrl.core.clock import VirtualClock
 from venusrl.rollout.gateway.app import Gateway
 
 HELLO = [{"role": "user", "content": "go on"}]
@@ -17,8 +18,11 @@ TOOLS = [{"type": "function", "function": {"name": "run", "parameters": {}}}]
 class Bench:
     def __init__(self, script: Script | None = None, idle_s: float = 3600.0, **options):
         self.script = script or Script()
+        self.clock = VirtualClock()
         self.worker = ScriptedWorker(self.script, max_length=options.pop("max_length", 4096), **options)
-        self.gateway = Gateway(self.worker, self.script.tokenizer, self.script.chat, "tiny", idle_s=idle_s)
+        self.gateway = Gateway(
+            self.worker, self.script.tokenizer, self.script.chat, "tiny", idle_s=idle_s, clock=self.clock
+        )
         transport = httpx.ASGITransport(self.gateway.app())
         self.http = httpx.AsyncClient(transport=transport, base_url="http://gateway")
 
@@ -176,7 +180,7 @@ async def test_sessions_are_forgotten_on_demand():
     assert (await bench.http.get("/sessions/s")).status_code == 404
     assert (await bench.http.delete("/sessions/s")).status_code == 404
     await bench.http.post("/v1/chat/completions", json={"messages": HELLO})  # of no session
-    assert not bench.gateway._sessions and not bench.gateway._locks and len(bench.worker.released) == 2
+    assert not bench.gateway._open and len(bench.worker.released) == 2
 
 
 async def test_calls_of_a_session_wait_for_one_another():
@@ -186,17 +190,60 @@ async def test_calls_of_a_session_wait_for_one_another():
     assert len(await bench.segments()) == 4
 
 
-async def test_a_session_that_is_idle_for_long_is_forgotten(monkeypatch):
+async def alive(bench, *names) -> list[str]:
+    return [name for name in names if (await bench.http.get(f"/sessions/{name}")).is_success]
+
+
+async def test_a_session_that_is_idle_for_long_is_forgotten():
     bench = Bench(idle_s=10.0)
-    now = [100.0]
-    monkeypatch.setattr("venusrl.rollout.gateway.app.time.monotonic", lambda: now[0])
     await bench.chat(HELLO, session="old")
-    now[0] += 6
+    await bench.clock.advance(6)
     await bench.chat(HELLO, session="young")
-    now[0] += 6
+    await bench.clock.advance(6)
     await bench.chat(HELLO, session="new")
-    assert [name for name in ("old", "young", "new") if (await bench.http.get(f"/sessions/{name}")).is_success] == [
-        "young",
-        "new",
-    ]
+    assert await alive(bench, "old", "young", "new") == ["young", "new"]
     assert bench.worker.released == ["old/0"]
+
+
+async def test_a_long_call_is_not_idle():
+    bench = Bench(idle_s=10.0)
+    bench.worker.gate.clear()
+    slow = asyncio.create_task(bench.chat(HELLO, session="slow"))
+    while not bench.worker.requests:
+        await asyncio.sleep(0.01)
+    await bench.clock.advance(60)
+    other = asyncio.create_task(bench.chat(HELLO, session="other"))
+    await asyncio.sleep(0.05)
+    bench.worker.gate.set()
+    await asyncio.gather(slow, other)
+    await bench.chat(HELLO, session="third")
+    assert await alive(bench, "slow", "other", "third") == ["slow", "other", "third"]
+
+
+async def test_a_session_may_be_forgotten_while_calls_of_it_run_and_wait():
+    bench = Bench(idle_s=10.0)
+    bench.worker.gate.clear()
+    calls = [asyncio.create_task(bench.chat(HELLO, session="s")) for _ in range(3)]
+    while not bench.worker.requests:
+        await asyncio.sleep(0.01)
+    assert (await bench.http.delete("/sessions/s")).is_success
+    bench.worker.gate.set()
+    await asyncio.gather(*calls)
+    assert len(await bench.segments("s")) == 2  # the two that came after
+    await bench.clock.advance(60)
+    await bench.chat(HELLO, session="other")
+    assert await alive(bench, "s") == []
+
+
+async def test_a_call_that_fails_leaves_the_turn_of_the_next_one_alone():
+    bench = Bench(max_length=60)
+    fits = asyncio.gather(*(bench.chat(HELLO, session="s") for _ in range(2)))
+    long = [{"role": "user", "content": "go on please, turn 0123456789 " * 9}]
+    failed = [
+        bench.http.post("/v1/chat/completions", json={"messages": long}, headers={"x-session-id": "s"})
+        for _ in range(3)
+    ]
+    answers = await asyncio.gather(*failed)
+    assert [a.status_code for a in answers] == [400] * 3
+    await fits
+    await bench.chat(HELLO, session="s")

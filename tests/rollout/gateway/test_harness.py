@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import sys
 
 import httpx
@@ -144,6 +145,62 @@ async def test_a_call_that_is_repeated_is_one_turn():
         assert outcome.lost is None and len(trajectory.turns) == 1
 
 
+async def test_calls_at_the_same_moment_are_one_call_when_they_are_equal():
+    async with running(Bench()) as bench:
+        envs = []
+
+        async def run(url):
+            answers = await asyncio.gather(*(envs[0].call(HELLO, []) for _ in range(3)))
+            history = [*HELLO, answers[0], {"role": "user", "content": "wait"}]
+            answers += await asyncio.gather(*(envs[0].call(history, []) for _ in range(3)))
+            assert answers[0] == answers[2] != answers[3] == answers[5]
+
+        envs.append(bench.env(run))
+        outcome, trajectory = await bench.outcome(envs[0])
+        assert outcome.lost is None and len(trajectory.turns) == 2
+
+
+async def test_a_call_that_says_nothing_new_ends_the_episode():
+    async with running(Bench()) as bench:
+
+        async def run(url):
+            choice = await chat(url, HELLO)
+            with pytest.raises(httpx.HTTPStatusError, match="400"):
+                await chat(url, [*HELLO, choice["message"]])
+
+        outcome, trajectory = await bench.outcome(bench.env(run))
+        assert outcome.lost is None and len(trajectory.turns) == 1
+        assert trajectory.loss_mask[-1] == 1
+
+
+async def test_a_stop_that_is_cancelled_stays_cancelled(monkeypatch):
+    """A deadline that comes while the program is being stopped is not lost in the program's own cancellation."""
+    monkeypatch.setattr("venusrl.rollout.gateway.harness.STOP_S", 60)
+    async with running(Bench()) as bench:
+        graded, stopped = [], asyncio.Event()
+
+        async def run(url):
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                stopped.set()
+                await asyncio.sleep(0.2)
+                raise
+
+        async def grade():
+            graded.append(1)
+            return 1.0
+
+        env = bench.env(run, grade)
+        env._program = asyncio.create_task(run(""))
+        await asyncio.sleep(0)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await env.grade()
+        await asyncio.wait_for(stopped.wait(), 5)
+        assert not graded
+
+
 async def test_a_stream_brings_the_whole_reply():
     async with running(Bench()) as bench:
         lines = []
@@ -218,6 +275,22 @@ async def test_a_program_that_fails_loses_its_trajectory(when):
         assert "the harness failed: RuntimeError('out of memory')" in outcome.lost
 
 
+async def test_a_stream_names_the_places_of_its_tool_calls():
+    async with running(Bench(Script(lambda turn, seed: f"wait {CALL}"))) as bench:
+        pieces = []
+
+        async def run(url):
+            async with httpx.AsyncClient() as http:
+                body = {"messages": HELLO, "stream": True, "tools": TOOLS}
+                answer = await http.post(f"{url}/chat/completions", json=body)
+                pieces.append(json.loads(answer.text.split("\n")[0].removeprefix("data: ")))
+
+        outcome, _ = await bench.outcome(bench.env(run))
+        assert outcome.lost is None, outcome.lost
+        (call,) = pieces[0]["choices"][0]["delta"]["tool_calls"]
+        assert call["index"] == 0 and call["function"]["name"] == "run"
+
+
 async def test_a_program_that_never_calls_is_no_episode():
     async with running(Bench()) as bench:
 
@@ -245,7 +318,9 @@ async def test_malformed_calls_are_refused_and_cost_nothing():
 
         async def run(url):
             async with httpx.AsyncClient() as http:
-                for body in ("{", "[]", '{"messages": []}', '{"messages": [{"role": "user", "content": 3}]}'):
+                calls = '{"messages": [{"role": "assistant", "tool_calls": ["x"]}]}'
+                content = '{"messages": [{"role": "user", "content": 3}]}'
+                for body in ("{", "[]", '{"messages": []}', content, calls):
                     assert (await http.post(f"{url}/chat/completions", content=body)).status_code == 400
                 assert (await http.get(f"{url}/models")).status_code == 200
             await chat(url, HELLO)

@@ -5,6 +5,7 @@ request that is ready. Where pages run out, requests of the lowest priority wait
 cached as long as there is room.
 """
 
+import logging
 import math
 import time
 from collections import Counter
@@ -31,7 +32,6 @@ class Engine:
 
     Attributes:
       attention: name of the attention that it uses.
-      attention_note: why it is not the device's own; empty where it is.
     """
 
     def __init__(self, config: ModelConfig, params: Any, version: int, stop_tokens: tuple[int, ...], o: EngineOptions):
@@ -42,7 +42,9 @@ class Engine:
         self.options = o
         self.version = version
         self._params = params
-        attention, self.attention_note = choose(o.attention, config)
+        attention, note = choose(o.attention, config)
+        if note:
+            logging.warning("%s", note)
         self.attention = attention.name
         self._programs = Programs(config, stop_tokens, attention)
         self._stop = frozenset(stop_tokens)

@@ -62,7 +62,7 @@ class KvStore:
 
     def __init__(self, config: ModelConfig, o: EngineOptions, programs: Programs):
         self._host = HostTier(config, o.host_pages, o.page) if o.host_pages else None
-        self._leaving: list[tuple[Hashable, list[int], list[int]]] = []  # pages given up that host memory will take
+        self._leaving: list[tuple[Hashable, list[int], list[int], int]] = []  # given up, for host memory to take
         given_up = None if self._host is None else lambda *pages: self._leaving.append(pages)
         self.tree = RadixTree(o.pages, o.page, order(o.residency), given_up)
         self.returned = 0
@@ -89,9 +89,6 @@ class KvStore:
         tree = self.tree
         node, pages, length = tree.match(namespace, s.tokens, len(s.tokens) - 1, s.trajectory)
         tree.lock(node)
-        back = []
-        if self._host is not None and node.owner is None:
-            back = self._host.find(namespace, s.tokens, length, len(s.tokens) - 1)
         short = self.pages_for(len(s.tokens)) - len(pages)
         if short + reserve > tree.free + tree.evictable:
             tree.unlock(node)
@@ -102,12 +99,17 @@ class KvStore:
             node = tree.take_tail(node)
             tree.lock(node)
             s.shared -= 1
-        blocks = self._host.read(back, bucket(len(back), _powers(len(back)))) if back else []
+        back = []
+        if self._host is not None and node.owner is None:
+            back = self._host.find(namespace, s.tokens, length, len(s.tokens) - 1)
+        blocks, born = self._host.read(back, bucket(len(back), _powers(len(back)))) if back else ([], 0)
         s.node, s.pages = node, pages + self._take(short)
         if back:
             self._place(s.pages[len(pages) : len(pages) + len(back)], blocks)
             length += len(back) * self._page
             self.returned += len(back) * self._page
+            self._share(s, namespace, length)
+            s.node.born = min(s.node.born, born)
         s.cached = s.stored = length
         s.row = self._take_row(s, namespace)
         row, kept = self._rows[s.row], 0
@@ -136,11 +138,16 @@ class KvStore:
         if whole <= s.shared * self._page:
             return
         self._store([s], whole)
+        self._share(s, self._rows[s.row].namespace, whole)
+        s.stored = whole
+
+    def _share(self, s: Sequence, namespace: Hashable, whole: int) -> None:
+        """The first `whole` tokens, whose pages are filled, go into the tree."""
         old, count = s.node, whole // self._page
-        s.node, held = self.tree.insert(self._rows[s.row].namespace, s.trajectory, s.tokens[:whole], s.pages[:count])
+        s.node, held = self.tree.insert(namespace, s.trajectory, s.tokens[:whole], s.pages[:count])
         self.tree.lock(s.node)
         self.tree.unlock(old)
-        s.pages[:count], s.shared, s.stored = held, count, whole
+        s.pages[:count], s.shared = held, count
 
     def end(self, ended: list[Sequence]) -> None:
         """The sequences stop; what they have computed is cached."""
@@ -225,11 +232,11 @@ class KvStore:
         """Pages of the tree's; what they held goes to host memory, where there is any."""
         pages = self.tree.take(count)
         if self._leaving:
-            blocks, at = self._pick([page for _, _, gone in self._leaving for page in gone]), 0
+            blocks, at = self._pick([page for _, _, gone, _ in self._leaving for page in gone]), 0
             blocks = [LayerCache(*(np.asarray(x) for x in layer)) for layer in blocks]
-            for namespace, tokens, gone in self._leaving:
+            for namespace, tokens, gone, born in self._leaving:
                 part = slice(at, at + len(gone))
-                self._host.write(namespace, tokens, [LayerCache(b.keys[part], b.values[part]) for b in blocks])
+                self._host.write(namespace, tokens, [LayerCache(b.keys[part], b.values[part]) for b in blocks], born)
                 at += len(gone)
             self._leaving.clear()
         return pages

@@ -3,6 +3,7 @@
 import dataclasses
 
 from venusrl.core.errors import ConfigError
+from venusrl.rollout.engine.attention import NAMES
 from venusrl.rollout.engine.residency import order
 
 UPDATES = ("recompute", "keep", "drain")
@@ -61,6 +62,10 @@ class EngineOptions:
             raise ConfigError(f"rollout.stall_s={self.stall_s}; give seconds above 0")
         if self.on_update not in UPDATES:
             raise ConfigError(f"rollout.on_update={self.on_update!r} is unknown; one of {', '.join(UPDATES)}")
+        if self.attention not in NAMES:
+            raise ConfigError(f"rollout.attention={self.attention!r} is unknown; one of {', '.join(NAMES)}")
+        if 0 < self.host_tokens < self.page:
+            raise ConfigError(f"rollout.host_tokens={self.host_tokens} is less than a page of {self.page}; raise it")
         order(self.residency)
 
     @property

@@ -43,8 +43,10 @@ class Node:
         self.born = self.locks = self.references = self.last_use = self.uses = self.stamp = 0
 
 
-# (namespace, tokens up to the end of the pages, the pages)
-GivenUp = Callable[[Hashable, list[int], list[int]], None]
+# (namespace, tokens up to the end of the pages, the pages, the tree's clock when their KV came)
+GivenUp = Callable[[Hashable, list[int], list[int], int], None]
+
+AHEAD = 16  # pages given up at once, at least, where somebody is told of them
 
 
 class RadixTree:
@@ -304,6 +306,8 @@ class RadixTree:
             self._compact_at = 2 * len(self._heap) + 1024
 
     def _evict(self, count: int) -> None:
+        if count > 0 and self._given_up is not None:
+            count = min(max(count, AHEAD), self.evictable)
         while count > 0:
             _, stamp, node = heapq.heappop(self._heap)
             if node.stamp != stamp or node.children or node.locks:
@@ -312,7 +316,7 @@ class RadixTree:
             if self._given_up is not None and node.owner is None:
                 tokens, pages, root = self._down_to(node)
                 namespace = next(name for name, other in self._roots.items() if other is root)
-                self._given_up(namespace, tokens, pages[len(pages) - cut :])
+                self._given_up(namespace, tokens, pages[len(pages) - cut :], node.born)
             self._give_back(node.pages[len(node.pages) - cut :])
             self.evicted += cut
             self.evictable -= cut

@@ -18,6 +18,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from venusrl.core.clock import Clock, WallClock
 from venusrl.core.errors import ContractError, VenusError
 from venusrl.models.chat import ChatFormat
 from venusrl.models.tokenizer import Tokenizer
@@ -40,18 +41,17 @@ class Gateway:
         model: str,
         max_tokens: int = 1024,
         idle_s: float = 3600.0,
+        clock: Clock | None = None,
     ):
         """Args:
         model: the name that answers carry.
         max_tokens: of a reply, where a call does not say.
-        idle_s: seconds after the last call of a session after which it is forgotten.
+        idle_s: seconds after the last call of a session ended after which it is forgotten.
         """
-        self._idle_s = idle_s
-        self._used: dict[str, float] = {}  # when each session was called last, the longest ago first
+        self._idle_s, self._clock = idle_s, clock or WallClock()
         self._worker, self._tokenizer, self._chat = worker, tokenizer, chat
         self._model, self._max_tokens = model, max_tokens
-        self._sessions: dict[str, Session] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._open: dict[str, _Open] = {}  # the one whose last call ended longest ago first
 
     def app(self) -> Starlette:
         routes = [
@@ -67,33 +67,54 @@ class Gateway:
         return JSONResponse({"object": "list", "data": [{"id": self._model, "object": "model", "owned_by": "venusrl"}]})
 
     async def _captured(self, request: HttpRequest) -> Response:
-        session = self._sessions.get(request.path_params["name"])
-        if session is None:
-            return error_response(404, f"no session {request.path_params['name']!r}")
-        return JSONResponse({"id": session.name, "segments": session.captured()})
+        name = request.path_params["name"]
+        if name not in self._open:
+            return error_response(404, f"no session {name!r}")
+        self._touch(name)
+        return JSONResponse({"id": name, "segments": self._open[name].session.captured()})
 
     async def _forget(self, request: HttpRequest) -> Response:
         name = request.path_params["name"]
-        if name not in self._sessions:
+        if name not in self._open:
             return error_response(404, f"no session {name!r}")
         await self._drop(name)
         return JSONResponse({"id": name, "deleted": True})
 
     async def _drop(self, name: str) -> None:
-        session = self._sessions.pop(name)
-        self._locks.pop(name, None)
-        self._used.pop(name, None)
-        for segment in session.segments:
+        for segment in self._open.pop(name).session.segments:
             await self._worker.release(segment.trajectory.id)
 
     async def _drop_idle(self) -> None:
-        """Forgets sessions that nobody has called for long; none with a call under way."""
-        now = time.monotonic()
-        for name, last in list(self._used.items()):
-            if now - last < self._idle_s:
-                break
-            if not self._locks[name].locked():
+        """Forgets sessions that nobody has called for long; none with a call."""
+        now = self._clock.now()
+        idle = [name for name, held in self._open.items() if not held.calls and now - held.used >= self._idle_s]
+        for name in idle:
+            if name in self._open and not self._open[name].calls:  # still
                 await self._drop(name)
+
+    def _touch(self, name: str) -> None:
+        held = self._open.pop(name)
+        held.used = self._clock.now()
+        self._open[name] = held
+
+    async def _enter(self, name: str, seed: int, keep: bool) -> "_Turn":
+        """A call's turn in its session; calls of a session come one after the other."""
+        while True:
+            held = self._open.get(name)
+            if held is None:
+                held = _Open(Session(name, self._chat, seed), self._clock.now())
+                if keep:
+                    self._open[name] = held
+            held.calls += 1
+            try:
+                await held.lock.acquire()
+            except BaseException:
+                held.calls -= 1
+                raise
+            turn = _Turn(self, held, keep)
+            if not keep or not turn.forgotten:
+                return turn
+            turn.end()  # it was forgotten meanwhile; a new one begins
 
     async def _chat_completions(self, http: HttpRequest) -> Response:
         fields = await call_fields(http)
@@ -123,20 +144,10 @@ class Gateway:
         if not isinstance(name, str) or len(name) > 200:
             raise ContractError("the session's name must be text of at most 200 characters")
         await self._drop_idle()
-        lock = self._locks.setdefault(name, asyncio.Lock())  # calls of a session one after the other
-        await lock.acquire()
+        seed = options["seed"] if options["seed"] is not None else secrets.randbelow(2**31)
+        turn = await self._enter(name, seed, keep=bool(named))
         try:
-            session = self._sessions.get(name)
-            if session is None:
-                seed = options["seed"] if options["seed"] is not None else secrets.randbelow(2**31)
-                session = Session(name, self._chat, seed)
-            if named:
-                self._sessions[name] = session
-                self._used.pop(name, None)
-                self._used[name] = time.monotonic()
-            else:
-                del self._locks[name]  # nobody comes back to it
-            segment = segment_of(session)
+            segment = segment_of(turn.session)
             prompt = list(segment.trajectory.tokens)
             request = Request(
                 segment.trajectory.id,
@@ -146,11 +157,10 @@ class Gateway:
                 segment.trajectory.seed if options["seed"] is None else options["seed"],
             )
             said = Said(self._tokenizer, options["stop"])
-            stream = self._generate(request, segment, said, lock, kind, forget=not named)
+            stream = self._generate(request, segment, said, turn, kind)
             first = await anext(stream)  # what is wrong with the request is an answer of its own
         except BaseException:
-            if lock.locked():
-                lock.release()
+            turn.end()
             raise
         base = {"id": f"{kind.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": self._model}
         if fields.get("stream"):
@@ -170,9 +180,9 @@ class Gateway:
         return JSONResponse({**base, "object": kind.kind, "choices": [choice], "usage": usage})
 
     async def _generate(
-        self, request: Request, segment: Segment, said: "Said", lock: asyncio.Lock, kind: "Chat | Text", forget: bool
+        self, request: Request, segment: Segment, said: "Said", turn: "_Turn", kind: "Chat | Text"
     ) -> AsyncIterator[str]:
-        """Pieces of text as they come; captures them. With `forget`, its KV is nobody's afterwards."""
+        """Pieces of text as they come; captures them. Its KV is nobody's afterwards where the session is not kept."""
         trajectory = segment.trajectory
         try:
             async with contextlib.aclosing(self._worker.generate(request)) as chunks:
@@ -185,8 +195,8 @@ class Gateway:
                         break
         finally:
             kind.said(said, segment)
-            lock.release()
-            if forget:
+            turn.end()
+            if turn.forgotten:
                 with contextlib.suppress(VenusError):
                     await self._worker.release(trajectory.id)
 
@@ -211,6 +221,42 @@ class Gateway:
             last |= {"prompt_token_ids": prompt, "token_ids": said.tokens}
         yield piece_event(last)
         yield b"data: [DONE]\n\n"
+
+
+class _Open:
+    """A session that is served. Attributes:
+    lock: held by the call whose turn it is.
+    calls: that have or wait for their turn.
+    used: when the last one ended.
+    """
+
+    def __init__(self, session: Session, now: float):
+        self.session, self.used = session, now
+        self.lock = asyncio.Lock()
+        self.calls = 0
+
+
+class _Turn:
+    """A call's turn in its session, until `end`, once or more."""
+
+    def __init__(self, gateway: Gateway, held: _Open, kept: bool):
+        self.session = held.session
+        self._gateway, self._held, self._kept = gateway, held, kept
+        self._ended = False
+
+    @property
+    def forgotten(self) -> bool:
+        """Nobody can come back to the session."""
+        return not self._kept or self._gateway._open.get(self.session.name) is not self._held
+
+    def end(self) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        self._held.lock.release()
+        self._held.calls -= 1
+        if not self.forgotten:
+            self._gateway._touch(self.session.name)
 
 
 class Said:

@@ -7,13 +7,10 @@ whatever a call asks for.
 """
 
 import asyncio
-import contextlib
 import secrets
-import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -23,8 +20,10 @@ from venusrl.core.env import Observation
 from venusrl.core.errors import ContractError, TaskError, VenusError
 from venusrl.rollout.gateway.app import call_fields, error_response, event, failed
 from venusrl.rollout.gateway.messages import Message, check_messages, rendered, reply, same
+from venusrl.rollout.listening import Server, listen
 
 Run = Callable[[str], Awaitable[None]]  # the program: is given the base URL of its API, returns when it has ended
+OVER = "the episode is over"
 STOP_S = 5.0  # that a program has to end by itself once its episode is over
 
 
@@ -33,43 +32,60 @@ class _Call:
 
     def __init__(self, messages: list[Message], tools: list[dict]):
         self.messages, self.tools = messages, tools
-        self.answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+
+    def is_of(self, messages: list[Message], tools: list[dict]) -> bool:
+        return self.tools == tools and same(self.messages, messages)
+
+    async def answer(self) -> Message:
+        return await asyncio.shield(self._answer)
+
+    def give(self, message: Message) -> None:
+        self._answer.set_result(message)
+
+    def refuse(self, why: str) -> None:
+        if not self._answer.done():
+            self._answer.set_exception(ContractError(why))
+            self._answer.exception()  # nobody may be left who asks
 
 
 class HarnessHub:
-    """Serves the episodes of one process, each at an address of its own. `start` before use, `close` after."""
+    """Serves the episodes of one process, each at an address of its own. `start` before use, `close` after.
+
+    Args:
+      host: to listen on, and to be called at.
+    """
 
     def __init__(self, host: str = "127.0.0.1"):
         self._host = host
         self._episodes: dict[str, HarnessEnv] = {}
-        self._server: uvicorn.Server | None = None
+        self._server: Server | None = None
         self._task: asyncio.Task | None = None
-        self._port = 0
+        self._address = ""
 
     async def start(self) -> None:
-        listener = socket.socket()
-        listener.bind((self._host, 0))
-        listener.listen()
-        self._port = listener.getsockname()[1]
+        """Raises:
+        ConfigError: the host cannot be listened on.
+        """
         routes = [
             Route("/{episode}/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/{episode}/v1/models", self._models),
         ]
         application = Starlette(routes=routes, exception_handlers={VenusError: failed})
-        options = uvicorn.Config(application, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
-        self._server = uvicorn.Server(options)
-        self._task = asyncio.create_task(self._server._serve([listener]))  # `serve` would take the signals for itself
+        listener, self._address = listen(self._host, 0)
+        self._server = Server(application, listener, grace_s=1)
+        self._task = asyncio.create_task(self._server.run())
 
     async def close(self) -> None:
         if self._server is not None:
-            self._server.should_exit = True
+            self._server.stop()
             await self._task
 
     def enter(self, env: "HarnessEnv") -> str:
         """The base URL of an episode's API."""
         name = secrets.token_urlsafe(12)
         self._episodes[name] = env
-        return f"http://{self._host}:{self._port}/{name}/v1"
+        return f"{self._address}/{name}/v1"
 
     def leave(self, env: "HarnessEnv") -> None:
         self._episodes = {name: other for name, other in self._episodes.items() if other is not env}
@@ -80,7 +96,7 @@ class HarnessHub:
     async def _chat(self, http: HttpRequest) -> Response:
         env = self._episodes.get(http.path_params["episode"])
         if env is None:
-            return error_response(404, "the episode is over")
+            return error_response(404, OVER)
         fields = await call_fields(http)
         messages, tools = check_messages(fields.get("messages")), fields.get("tools") or []
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -90,7 +106,10 @@ class HarnessHub:
         base = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": "policy"}
         choice = {"index": 0, "finish_reason": finish}
         if fields.get("stream"):
-            whole = event({**base, "object": "chat.completion.chunk", "choices": [{**choice, "delta": message}]})
+            delta = dict(message)
+            if "tool_calls" in message:
+                delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
+            whole = event({**base, "object": "chat.completion.chunk", "choices": [{**choice, "delta": delta}]})
             return StreamingResponse(iter([whole, b"data: [DONE]\n\n"]), media_type="text/event-stream")
         usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}  # clients want the field
         choices = [{**choice, "message": message}]
@@ -111,8 +130,9 @@ class HarnessEnv:
     def __init__(self, hub: HarnessHub, run: Run, grade: Callable[[], Awaitable[float]]):
         self._hub, self._run, self._grade = hub, run, grade
         self._program: asyncio.Task | None = None
-        self._calls: asyncio.Queue[_Call] = asyncio.Queue()
-        self._pending: _Call | None = None
+        self._calls: list[_Call] = []  # that came and were not taken up
+        self._came = asyncio.Event()
+        self._pending: _Call | None = None  # the one that the present turn answers
         self._last: _Call | None = None  # the one that was answered last
         self._over = False
 
@@ -122,18 +142,19 @@ class HarnessEnv:
         Raises:
           ContractError: the episode is over.
         """
-        for known in (self._pending, self._last):
-            if known is not None and known.tools == tools and same(known.messages, messages):
-                return await asyncio.shield(known.answer)
+        for known in (self._last, self._pending, *self._calls):
+            if known is not None and known.is_of(messages, tools):
+                return await known.answer()
         if self._over:
-            raise ContractError("the episode is over: it has no room for more, or its history was changed")
+            raise ContractError(OVER)
         call = _Call(messages, tools)
-        self._calls.put_nowait(call)
-        return await asyncio.shield(call.answer)
+        self._calls.append(call)
+        self._came.set()
+        return await call.answer()
 
     async def reset(self) -> Sequence[dict[str, str]]:
         self._program = asyncio.create_task(self._run(self._hub.enter(self)), name="harness")
-        self._pending = await self._next()
+        await self._take_up()
         if self._pending is None:
             raise TaskError("the harness ended without a chat call")
         return rendered(self._pending.messages, self._pending.tools)
@@ -141,58 +162,60 @@ class HarnessEnv:
     async def step(self, text: str) -> Observation:
         call = self._last = self._pending
         message = reply(text, f"{len(call.messages)}", bool(call.tools))
-        call.answer.set_result(message)
-        self._pending = None
-        following = await self._next()
-        if following is None:
+        call.give(message)
+        await self._take_up()
+        if self._pending is None:
             return Observation("", done=True, info={"end": "the harness ended"})
-        history = [*call.messages, message]
-        if not same(following.messages[: len(history)], history) or following.tools != call.tools:
-            following.answer.set_exception(ContractError("the history was changed; the episode ends here"))
+        history, messages = [*call.messages, message], self._pending.messages
+        new = messages[len(history) :]
+        if not new or not same(messages[: len(history)], history) or self._pending.tools != call.tools:
+            self._pending.refuse("the history was changed; the episode ends here")
             return Observation("", done=True, info={"end": "the history was changed"})
-        self._pending = following
-        new = rendered(following.messages[len(history) :], ())
-        return Observation("\n".join(m["content"] for m in new), messages=tuple(new))
+        shown = rendered(new, ())
+        return Observation("\n".join(m["content"] for m in shown), messages=tuple(shown))
 
     async def grade(self) -> float:
         await self._stop()
         return await self._grade()
 
     async def close(self) -> None:
-        await self._stop()
         self._hub.leave(self)
+        await self._stop()
 
-    async def _next(self) -> _Call | None:
-        """The next call; None where the program ends before one.
+    async def _take_up(self) -> None:
+        """Waits for the program's next call, the pending one then; None where it ends before one.
 
         Raises:
           TaskError: it failed.
         """
-        coming = asyncio.ensure_future(self._calls.get())
+        self._pending = None
+        coming = asyncio.ensure_future(self._came.wait())
         try:
             await asyncio.wait({coming, self._program}, return_when=asyncio.FIRST_COMPLETED)
-            if coming.done():
-                return coming.result()
         finally:
             coming.cancel()
-        if self._program.cancelled() or self._program.exception() is not None:
-            error = None if self._program.cancelled() else self._program.exception()
+        if self._calls:
+            self._pending = self._calls.pop(0)
+            if not self._calls:
+                self._came.clear()
+        elif self._program.cancelled():
+            raise TaskError("the harness was cancelled")
+        elif (error := self._program.exception()) is not None:
             raise TaskError(f"the harness failed: {error!r}") from error
-        return None
 
     async def _stop(self) -> None:
         """Ends the program; calls that still wait, or come, are refused."""
         self._over = True
-        waiting = [] if self._pending is None else [self._pending]
-        self._pending = None
-        while not self._calls.empty():
-            waiting.append(self._calls.get_nowait())
-        for call in waiting:
-            call.answer.set_exception(ContractError("the episode is over"))
-            call.answer.exception()  # nobody may be left who asks
-        if self._program is None or self._program.done():
+        for call in [self._pending, *self._calls]:
+            if call is not None:
+                call.refuse(OVER)
+        self._calls.clear()
+        if self._program is None:
             return
-        await asyncio.wait({self._program}, timeout=STOP_S)
-        self._program.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await self._program
+        try:
+            await asyncio.wait({self._program}, timeout=STOP_S)
+        finally:
+            self._program.cancel()
+        await asyncio.wait({self._program})  # not awaited itself: a cancellation of ours would be lost in its own
+        if not self._program.cancelled():
+            self._program.exception()  # the episode is over: how it ended is nobody's concern

@@ -33,6 +33,9 @@ def check_messages(messages: Any) -> list[Message]:
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise ContractError(f"messages[{i}] needs a role, one of {', '.join(ROLES)}")
         _text(message, i)
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list) or not all(isinstance(c, dict) and _is_function(c) for c in calls):
+            raise ContractError(f"messages[{i}].tool_calls must be a list of calls, each with a function")
     return messages
 
 
@@ -41,12 +44,25 @@ def same(some: Sequence[Message], others: Sequence[Message]) -> bool:
     return len(some) == len(others) and all(_said(*pair) for pair in zip(some, others, strict=True))
 
 
+def _is_function(call: dict[str, Any]) -> bool:
+    function = call.get("function")
+    return isinstance(function, dict) and isinstance(function.get("arguments"), str)
+
+
 def _said(one: Message, other: Message) -> bool:
     def essence(message: Message):
-        calls = [(call.get("id"), call.get("function")) for call in message.get("tool_calls") or ()]
+        functions = [(call.get("id"), call["function"]) for call in message.get("tool_calls") or ()]
+        calls = [(name, f.get("name"), _parsed(f["arguments"])) for name, f in functions]
         return message["role"], _text(message, 0), calls, message.get("tool_call_id")
 
     return essence(one) == essence(other)
+
+
+def _parsed(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
 
 
 def rendered(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[dict[str, str]]:

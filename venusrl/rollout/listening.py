@@ -1,4 +1,4 @@
-"""A program that answers HTTP until it is told to stop."""
+"""HTTP over sockets of ours: bound before anybody is told the address, and without signal handlers."""
 
 import asyncio
 import signal
@@ -27,10 +27,23 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
     return listener, f"http://{host}:{listener.getsockname()[1]}"
 
 
+class Server:
+    """Answers with an application until `stop`. `grace_s`: seconds for answers that are under way then."""
+
+    def __init__(self, application: Starlette, listener: socket.socket, grace_s: int = 5):
+        options = uvicorn.Config(application, log_level="warning", lifespan="off", timeout_graceful_shutdown=grace_s)
+        self._server, self._listener = uvicorn.Server(options), listener
+
+    async def run(self) -> None:
+        await self._server._serve([self._listener])  # `serve` would take the signals for itself
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+
+
 async def answer(application: Starlette, listener: socket.socket) -> None:
     """Until SIGTERM or SIGINT."""
-    options = uvicorn.Config(application, log_level="warning", lifespan="off", timeout_graceful_shutdown=5)
-    server = uvicorn.Server(options)
+    server = Server(application, listener)
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
-    await server._serve([listener])  # `serve` would take the signals for itself
+        asyncio.get_running_loop().add_signal_handler(number, server.stop)
+    await server.run()
