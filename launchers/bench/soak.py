@@ -2,7 +2,7 @@
 
     python -m launchers.bench.soak --minutes=30
 
-Two engines of the tiny model, short of KV, under `venus`. Every trajectory that is started has to end once, done or
+Two engines of the tiny model, short of KV, some in host memory, under `venus`. Every trajectory that is started has to end once, done or
 cancelled; every page has to be accounted for after every step; memory has to stay flat. The last line is one JSON
 object; the exit code is 1 where something of that did not hold.
 """
@@ -81,6 +81,7 @@ class Soak:
             slots=16,
             max_length=384,
             kv_tokens=3072,
+            host_tokens=2048,
             prefill_rows=(4,),
             prefill_tokens=(64,),
             decode_rows=(),
