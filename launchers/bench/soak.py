@@ -2,9 +2,9 @@
 
     python -m launchers.bench.soak --minutes=30
 
-Two engines of the tiny model, short of KV, some in host memory, under `venus`. Every trajectory that is started has to end once, done or
-cancelled; every page has to be accounted for after every step; memory has to stay flat. The last line is one JSON
-object; the exit code is 1 where something of that did not hold.
+Two engines of the tiny model, short of KV, with some in host memory, under `venus`. Every trajectory that is started
+has to end once, done or cancelled; every page has to be accounted for after every step; memory has to stay flat. The
+last line is one JSON object; the exit code is 1 where something of that did not hold.
 """
 
 import asyncio
