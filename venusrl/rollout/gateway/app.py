@@ -51,7 +51,7 @@ class Gateway:
         self._idle_s, self._clock = idle_s, clock or WallClock()
         self._worker, self._tokenizer, self._chat = worker, tokenizer, chat
         self._model, self._max_tokens = model, max_tokens
-        self._open: dict[str, _Open] = {}  # the one whose last call ended longest ago first
+        self._open: dict[str, _Open] = {}
 
     def app(self) -> Starlette:
         routes = [
@@ -93,9 +93,7 @@ class Gateway:
                 await self._drop(name)
 
     def _touch(self, name: str) -> None:
-        held = self._open.pop(name)
-        held.used = self._clock.now()
-        self._open[name] = held
+        self._open[name].used = self._clock.now()
 
     async def _enter(self, name: str, seed: int, keep: bool) -> "_Turn":
         """A call's turn in its session; calls of a session come one after the other."""
@@ -227,7 +225,7 @@ class _Open:
     """A session that is served. Attributes:
     lock: held by the call whose turn it is.
     calls: that have or wait for their turn.
-    used: when the last one ended.
+    used: when the last one ended, or what was captured was read.
     """
 
     def __init__(self, session: Session, now: float):

@@ -183,7 +183,7 @@ class HarnessEnv:
         await self._stop()
 
     async def _take_up(self) -> None:
-        """Waits for the program's next call, the pending one then; None where it ends before one.
+        """Waits for the program's next call, which is the pending one then; where it ends before one, none is.
 
         Raises:
           TaskError: it failed.
