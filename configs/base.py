@@ -52,10 +52,11 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
         workers=1,  # engines in this process; they share its devices
         addresses=(),  # of workers in other processes (launchers.worker), in place of those
         slots=64,  # requests that a worker runs at once, each with a row of KV
+        lanes=0,  # parts of the slots that are computed at once; 0 is what fits the device
         max_length=512,  # of a trajectory, in tokens
         decode_steps=8,  # tokens a host turn
         # Each of the next four is a set of shapes to compile; their products are few, and nothing else is compiled.
-        decode_rows=(16,),  # batch sizes of decode below slots
+        decode_rows=(16,),  # batch sizes of decode below those of a lane
         prefill_rows=(4, 16),  # batch sizes of prefill
         prefill_tokens=(32, 128),  # new tokens of a prefill; longer ones take several
         read_lengths=(256,),  # cached positions that attention looks at, below max_length

@@ -96,6 +96,7 @@ def engine_options(config: config_dict.ConfigDict) -> EngineOptions:
     r = config.rollout
     return EngineOptions(
         slots=r.slots,
+        lanes=r.lanes,
         max_length=r.max_length,
         decode_steps=r.decode_steps,
         decode_rows=tuple(r.decode_rows),

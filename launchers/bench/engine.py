@@ -3,14 +3,15 @@
     python -m launchers.bench.engine
 
 Decode: every slot busy, prompts of half a row, generated until the row is full. The static cache beside it is the same
-compiled decode on rows alone, without pages, queue or streams; both take turns, so `paging_overhead` is a ratio of one
-run. Turns: twice as many trajectories as slots take turns with observations between; `reprefill_ratio` is prefilled
-tokens against tokens that are new. Where `--sglang` names a Python with SGLang, its server is measured on the tiny
-model, 16 requests at once, and so is a worker of ours (`vs_sglang`); with `--llamacpp`, llama.cpp and our engine
-generate from SmolLM2-135M in float32 (`vs_llamacpp`). The last line is one JSON object.
+compiled decode on rows alone, in as many lanes, without pages, queue or streams; both take turns, so `paging_overhead`
+is a ratio of one run. Turns: twice as many trajectories as slots take turns with observations between;
+`reprefill_ratio` is prefilled tokens against tokens that are new. Where `--sglang` names a Python with SGLang, its
+server is measured on the tiny model, 16 requests at once, and so is a worker of ours (`vs_sglang`); with `--llamacpp`,
+llama.cpp and our engine generate from SmolLM2-135M in float32 (`vs_llamacpp`). The last line is one JSON object.
 """
 
 import dataclasses
+import functools
 import json
 import statistics
 import time
@@ -24,11 +25,13 @@ from venusrl.models.config import ModelConfig, model_config
 from venusrl.rollout.engine.attention import choose
 from venusrl.rollout.engine.cache import new_caches
 from venusrl.rollout.engine.engine import Engine
+from venusrl.rollout.engine.lanes import Lanes
 from venusrl.rollout.engine.options import EngineOptions
 from venusrl.rollout.engine.programs import Programs, RowState
 from venusrl.rollout.worker import Request
 
 _SLOTS = flags.DEFINE_integer("slots", 32, "Requests at once.", lower_bound=1)
+_LANES = flags.DEFINE_integer("lanes", 0, "Parts of the slots that decode at once; 0: what fits.", lower_bound=0)
 _LLAMACPP = flags.DEFINE_bool("llamacpp", False, "Against llama.cpp, too; needs what `make test-parity` installs.")
 _SGLANG = flags.DEFINE_string("sglang", "", "A Python interpreter that has SGLang; empty: not measured.")
 
@@ -44,6 +47,7 @@ def options(slots: int, length: int, **more) -> EngineOptions:
     return EngineOptions(
         slots=slots,
         max_length=length,
+        lanes=_LANES.value,
         decode_steps=16,
         prefill_rows=(16,),
         prefill_tokens=(128,),
@@ -83,35 +87,42 @@ class Paged:
 class Static:
     """The same decode on a static cache; the prompt's KV is whatever is there."""
 
-    def __init__(self, config: ModelConfig, params: dict, slots: int, length: int):
-        self.params, self.slots, self.length = params, slots, length
+    def __init__(self, config: ModelConfig, params: dict, slots: int, length: int, lanes: int):
+        self.params, self.slots, self.length = params, slots // lanes, length
         self.steps = options(slots, length).decode_steps
         self.programs = Programs(config, (config.vocab_size,), choose("auto", config)[0])
-        self.caches = new_caches(config, slots, length)
+        self.caches = [new_caches(config, self.slots, length) for _ in range(lanes)]
+        self.lanes = Lanes(lanes)
 
     def round(self) -> float:
         """Decode tokens a second of one round."""
+        started = time.perf_counter()
+        made = sum(self.lanes.run([functools.partial(self._round, lane) for lane in range(len(self.caches))]))
+        return made / (time.perf_counter() - started)
+
+    def _round(self, lane: int) -> int:
         slots, position = self.slots, self.length // 2
         token = np.zeros(slots, np.int32)
-        started, made = time.perf_counter(), 0
+        made = 0
         while position < self.length - 1:
             left = self.length - 1 - position
             columns = (token, np.full(slots, position), np.full(slots, left), np.ones(slots), np.arange(slots))
             kinds = (np.int32, np.int32, np.int32, np.float32, np.int32)
             state = RowState(*(jnp.asarray(x, kind) for x, kind in zip(columns, kinds, strict=True)))
-            self.caches, out = self.programs.decode(self.steps, self.length, self.params, self.caches, None, state)
+            caches = self.caches[lane]
+            self.caches[lane], out = self.programs.decode(self.steps, self.length, self.params, caches, None, state)
             tokens, _, count = (np.asarray(x) for x in out)
             position += int(count[0])
             token = tokens[int(count[0]) - 1]
             made += int(count.sum())
-        return made / (time.perf_counter() - started)
+        return made
 
 
 def decode(config: ModelConfig, length: int) -> dict[str, float]:
     """Medians of rounds that take turns: decode, static and prefill tokens a second, and what paging costs."""
     params = common.random_params(config)
     paged = Paged(config, params, _SLOTS.value, length)
-    static = Static(config, params, _SLOTS.value, length)
+    static = Static(config, params, _SLOTS.value, length, paged.engine.options.lanes)
     paged.round(), static.round()  # these compile
     rounds = [(*paged.round(), static.round()) for _ in range(common.REPEATS.value)]
     rate, prefill, plain = (statistics.median(column) for column in zip(*rounds, strict=True))

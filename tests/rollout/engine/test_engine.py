@@ -45,8 +45,9 @@ def test_logprobs_equal_the_learners_score(weights):
     assert engine.load().prefilled_tokens < sum(len(t) for t in trajectories)  # earlier turns were not done again
 
 
-def test_greedy_turns_equal_the_naive_loop(weights):
-    engine = tiny.engine(weights)
+@pytest.mark.parametrize("lanes", [1, 2, 3])
+def test_greedy_turns_equal_the_naive_loop(weights, lanes):
+    engine = tiny.engine(weights, lanes=lanes)
     contexts = {name: tiny.tokens(i, 1 + 6 * i) for i, name in enumerate("abcd")}  # one more than there are rows
     for turn in range(3):
         done = run(engine, [ask(name, context, 6) for name, context in contexts.items()])
@@ -71,7 +72,9 @@ def test_a_sample_does_not_depend_on_its_batch_or_row(weights, alone, others):
 
 
 @pytest.mark.parametrize(
-    "overrides", [dict(decode_steps=1), dict(decode_steps=7), dict(slots=1), dict(decode_rows=())], ids=str
+    "overrides",
+    [dict(decode_steps=1), dict(decode_steps=7), dict(slots=1), dict(decode_rows=()), dict(lanes=2)],
+    ids=str,
 )
 def test_a_sample_does_not_depend_on_the_engines_shape(weights, alone, overrides):
     again = run(tiny.engine(weights, **overrides), [ask("t", tiny.tokens(3, 9), 14, 1.0, seed=5)])["t"]
@@ -297,6 +300,8 @@ def test_load_counts(weights):
         (dict(prefill_tokens=(8, 4)), "prefill_tokens"),
         (dict(prefill_rows=(0, 4)), "prefill_rows"),
         (dict(slots=0), "slots=0"),
+        (dict(lanes=-1), "lanes=-1"),
+        (dict(slots=4, lanes=5), "above the 4 rollout.slots"),
         (dict(max_length=1), "max_length=1"),
         (dict(decode_steps=0), "rollout"),
     ],

@@ -45,6 +45,7 @@ def test_any_schedule_gives_the_same(weights, undisturbed, seed):
         residency=str(rng.choice(["references", "lru", "lfu"])),
         stall_s=float(rng.choice([1e-9, 1.0])),
         host_tokens=int(rng.choice([0, 12, 80])),
+        lanes=int(rng.integers(1, 3)),
     )
     engines = [tiny.engine(weights, **SHORT, **shape) for _ in range(2)]
     todo = contexts()

@@ -5,6 +5,8 @@ request that is ready. Where pages run out, requests of the lowest priority wait
 cached as long as there is room.
 """
 
+import dataclasses
+import functools
 import logging
 import math
 import time
@@ -19,6 +21,7 @@ from venusrl.core.errors import ConfigError, ContractError
 from venusrl.models.config import ModelConfig
 from venusrl.rollout.engine.attention import choose
 from venusrl.rollout.engine.kv import KvStore, Prefix
+from venusrl.rollout.engine.lanes import Lanes, fitting
 from venusrl.rollout.engine.options import EngineOptions, bucket
 from venusrl.rollout.engine.programs import Programs, RowState
 from venusrl.rollout.engine.sequence import Queue, Sequence
@@ -31,6 +34,7 @@ class Engine:
     """Rows and pages of KV, prefill in buckets, fused decode. Not thread-safe: one caller at a time.
 
     Attributes:
+      options: what it was told, with the number of lanes that fits.
       attention: name of the attention that it uses.
     """
 
@@ -39,6 +43,7 @@ class Engine:
             raise ConfigError(
                 f"rollout.max_length={o.max_length} is above the {config.max_length} tokens of the model; lower it"
             )
+        o = dataclasses.replace(o, lanes=o.lanes or fitting(params, o.slots))
         self.options = o
         self.version = version
         self._params = params
@@ -50,7 +55,8 @@ class Engine:
         self._stop = frozenset(stop_tokens)
         self._kv = KvStore(config, o, self._programs)
         self._reads = sorted({r for r in o.read_lengths if r < o.max_length} | {o.row_tokens})
-        self._batches = sorted({r for r in o.decode_rows if r < o.slots} | {o.slots})
+        self._batches = sorted({r for r in o.decode_rows if r < o.lane_rows} | {o.lane_rows})
+        self._lanes = Lanes(o.lanes)
         self._queue = Queue()
         self._running: dict[str, Sequence] = {}
         self._claims: dict[tuple, str] = {}  # prefixes that are being prefilled, and by whom
@@ -276,21 +282,17 @@ class Engine:
         waiting = [s for s in self._running.values() if s.missing > 0]
         waiting.sort(key=lambda s: (self._queue.key(s)[0], s.missing))
         while waiting:
-            # Sequences of like length together, so that little of a call is padding.
-            time_bucket = bucket(waiting[0].missing, o.prefill_tokens)
-            batch = [s for s in waiting if bucket(s.missing, o.prefill_tokens) == time_bucket][: o.prefill_rows[-1]]
-            size = bucket(len(batch), o.prefill_rows)
-            tokens = np.zeros((size, time_bucket), np.int32)
-            start, count, where = (np.zeros(size, np.int32) for _ in range(3))
-            for i, s in enumerate(batch):
-                new = s.tokens[s.cached : min(len(s.tokens) - 1, s.cached + largest)]
-                tokens[i, : len(new)] = new
-                where[i], start[i], count[i] = s.row, s.cached, len(new)
-            read = bucket(int((start + count).max()), self._reads)
-            self._kv.caches = self._programs.prefill(read, self._params, self._kv.caches, where, tokens, start, count)
-            for s, n in zip(batch, count, strict=False):
-                s.cached += int(n)
-                self._counts["prefilled"] += int(n)
+            batches = []
+            for lane, mine in self._by_lane(waiting):
+                # Sequences of like length together, so that little of a call is padding.
+                length = bucket(mine[0].missing, o.prefill_tokens)
+                alike = [s for s in mine if bucket(s.missing, o.prefill_tokens) == length]
+                batches.append((lane, length, alike[: o.prefill_rows[-1]]))
+            self._lanes.run([functools.partial(self._prefill_lane, *batch) for batch in batches])
+            for s in (s for *_, batch in batches for s in batch):
+                n = min(s.missing, largest)
+                s.cached += n
+                self._counts["prefilled"] += n
                 if not s.missing:
                     self._prefilled(s)
             waiting = [s for s in waiting if s.missing > 0]
@@ -299,6 +301,24 @@ class Engine:
                 if time.perf_counter() > deadline:
                     return False
         return bool(self._queue)
+
+    def _prefill_lane(self, lane: int, length: int, batch: list[Sequence]) -> None:
+        size, largest = bucket(len(batch), self.options.prefill_rows), self.options.prefill_tokens[-1]
+        tokens = np.zeros((size, length), np.int32)
+        start, count, where = (np.zeros(size, np.int32) for _ in range(3))
+        for i, s in enumerate(batch):
+            new = s.tokens[s.cached : s.cached + min(s.missing, largest)]
+            tokens[i, : len(new)] = new
+            where[i], start[i], count[i] = s.row % self.options.lane_rows, s.cached, len(new)
+        read, caches = bucket(int((start + count).max()), self._reads), self._kv.caches
+        caches[lane] = self._programs.prefill(read, self._params, caches[lane], where, tokens, start, count)
+
+    def _by_lane(self, sequences: list[Sequence]) -> list[tuple[int, list[Sequence]]]:
+        """Sequences by the lane in which their rows are; lanes that have none are left out."""
+        lanes: dict[int, list[Sequence]] = {}
+        for s in sequences:
+            lanes.setdefault(s.row // self.options.lane_rows, []).append(s)
+        return sorted(lanes.items())
 
     def _prefilled(self, s: Sequence) -> None:
         if s.trajectory in self._awaited:
@@ -332,25 +352,12 @@ class Engine:
         ready = [s for s in self._running.values() if not s.missing]
         if not ready:
             return
-        slots, steps = self.options.slots, self.options.decode_steps
-        size = bucket(len(ready), self._batches)
-        # Where each row stands in the batch: its own place in a whole one, else the next.
-        places = [s.row if size == slots else i for i, s in enumerate(ready)]
-        where = np.full(size, slots, np.int32)
-        token, position, remaining, seed = (np.zeros(size, np.int32) for _ in range(4))
-        temperature = np.zeros(size, np.float32)
-        for i, s in zip(places, ready, strict=True):
-            where[i], token[i], position[i] = s.row, s.tokens[-1], len(s.tokens) - 1
-            remaining[i], seed[i], temperature[i] = s.left, s.request.seed, s.request.temperature
-        read = bucket(int(position.max()), self._reads)
-        state = RowState(*(jnp.asarray(x) for x in (token, position, remaining, temperature, seed)))
-        rows = None if size == slots else jnp.asarray(where)
-        self._kv.caches, out = self._programs.decode(steps, read, self._params, self._kv.caches, rows, state)
-        tokens, logprobs, counts = (np.asarray(x) for x in out)
+        lanes = self._by_lane(ready)
+        decoded = self._lanes.run([functools.partial(self._decode_lane, *lane) for lane in lanes])
         ended = []
-        for i, s in zip(places, ready, strict=True):
-            n = int(counts[i])
-            new, new_logprobs = tokens[:n, i].tolist(), logprobs[:n, i].tolist()
+        pairs = [pair for (_, part), made in zip(lanes, decoded, strict=True) for pair in zip(part, made, strict=True)]
+        for s, (new, new_logprobs) in pairs:
+            n = len(new)
             good = next((k for k, value in enumerate(new_logprobs) if not math.isfinite(value)), n)
             if good < n:  # the logits were no numbers: this request fails, the others go on
                 del self._running[s.trajectory]
@@ -369,6 +376,26 @@ class Engine:
             del self._running[s.trajectory]
             self._forget_claims(s.trajectory)
         self._end(ended)
+
+    def _decode_lane(self, lane: int, ready: list[Sequence]) -> list[tuple[list[int], list[float]]]:
+        """New tokens and their logprobs of each sequence."""
+        rows, steps = self.options.lane_rows, self.options.decode_steps
+        size = bucket(len(ready), self._batches)
+        # Where each row stands in the batch: its own place in a whole one, else the next.
+        own = [s.row % rows for s in ready]
+        places = own if size == rows else range(len(ready))
+        where = np.full(size, rows, np.int32)
+        token, position, remaining, seed = (np.zeros(size, np.int32) for _ in range(4))
+        temperature = np.zeros(size, np.float32)
+        for i, row, s in zip(places, own, ready, strict=True):
+            where[i], token[i], position[i] = row, s.tokens[-1], len(s.tokens) - 1
+            remaining[i], seed[i], temperature[i] = s.left, s.request.seed, s.request.temperature
+        read, caches = bucket(int(position.max()), self._reads), self._kv.caches
+        state = RowState(*(jnp.asarray(x) for x in (token, position, remaining, temperature, seed)))
+        which = None if size == rows else jnp.asarray(where)
+        caches[lane], out = self._programs.decode(steps, read, self._params, caches[lane], which, state)
+        tokens, logprobs, counts = (np.asarray(x) for x in out)
+        return [(tokens[: counts[i], i].tolist(), logprobs[: counts[i], i].tolist()) for i in places]
 
     def _end(self, ended: list[Sequence]) -> None:
         self._kept.update((s.trajectory, s.cached) for s in ended if s.trajectory in self._resident)

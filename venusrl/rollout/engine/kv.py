@@ -4,6 +4,7 @@ Every page is free, cached in the tree, or private to a running sequence; `Radix
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Hashable
 
 import jax
@@ -56,7 +57,7 @@ class Prefix:
 class KvStore:
     """Attributes:
     tree: of cached pages.
-    caches: the rows, by layer.
+    caches: the rows, by lane and layer; row r is row r % lane_rows of lane r // lane_rows.
     returned: tokens whose KV came back from host memory.
     """
 
@@ -66,12 +67,14 @@ class KvStore:
         given_up = None if self._host is None else lambda *pages: self._leaving.append(pages)
         self.tree = RadixTree(o.pages, o.page, order(o.residency), given_up)
         self.returned = 0
-        self.caches = new_caches(config, o.slots, o.row_tokens)
+        lanes = o.lanes or 1
+        self.caches = [new_caches(config, o.lane_rows, o.row_tokens) for _ in range(lanes)]
         self._pool = new_pool(config, o.pages, o.page)
         self._page = o.page
         self._programs = programs
-        self._rows = [Row() for _ in range(o.slots)]
-        self._idle: dict[int, None] = dict.fromkeys(range(o.slots))  # rows in order of last use, oldest first
+        self._lane_rows = o.lane_rows
+        self._rows = [Row() for _ in range(lanes * o.lane_rows)]
+        self._idle: dict[int, None] = dict.fromkeys(range(len(self._rows)))  # rows in order of last use, oldest first
         self._homes: dict[str, int] = {}  # the row that a trajectory had last
         self._loads: list[tuple[int, int, int]] = []  # (row, index, page) to be copied before anything is computed
 
@@ -175,12 +178,20 @@ class KvStore:
     def _take_row(self, s: Sequence, namespace: Hashable) -> int:
         index = self._homes.get(s.trajectory)
         if index not in self._idle or self._rows[index].trajectory != s.trajectory:
-            index = next(iter(self._idle))
+            index = self._oldest_idle()
             self._homes.pop(self._rows[index].trajectory, None)
         del self._idle[index]
         self._homes[s.trajectory] = index
         self._rows[index].busy = True
         return index
+
+    def _oldest_idle(self) -> int:
+        """The oldest idle row of the lane that has most of them."""
+        if len(self.caches) == 1:
+            return next(iter(self._idle))
+        idle = Counter(row // self._lane_rows for row in self._idle)
+        lane = max(idle, key=idle.get)
+        return next(row for row in self._idle if row // self._lane_rows == lane)
 
     # Between sequences
 
@@ -256,8 +267,9 @@ class KvStore:
     def fill_rows(self) -> None:
         """Rows of sequences that began get what pages have of them."""
         loads, self._loads = self._loads, []
-        for rows, index, pages in _parts(loads, len(self._rows), 0, 0):
-            self.caches = self._programs.load(self.caches, self._pool, rows, index, pages)
+        for lane, copies in self._by_lane(loads):
+            for rows, index, pages in _parts(copies, self._lane_rows, 0, 0):
+                self.caches[lane] = self._programs.load(self.caches[lane], self._pool, rows, index, pages)
 
     def _store(self, sequences: list[Sequence], upto: int | None = None) -> None:
         """Pages get what rows have computed since."""
@@ -266,8 +278,16 @@ class KvStore:
             last = self.pages_for(s.cached if upto is None else upto)
             if s.cached > s.stored:
                 copies += [(s.row, i, s.pages[i]) for i in range(s.stored // self._page, last)]
-        for rows, index, pages in _parts(copies, 0, 0, self.tree.capacity):
-            self._pool = self._programs.store(self._pool, self.caches, rows, index, pages)
+        for lane, part in self._by_lane(copies):
+            for rows, index, pages in _parts(part, 0, 0, self.tree.capacity):
+                self._pool = self._programs.store(self._pool, self.caches[lane], rows, index, pages)
+
+    def _by_lane(self, copies: list[tuple[int, int, int]]):
+        """(lane, its copies, whose rows are now counted in it)."""
+        lanes: dict[int, list[tuple[int, int, int]]] = {}
+        for row, index, page in copies:
+            lanes.setdefault(row // self._lane_rows, []).append((row % self._lane_rows, index, page))
+        return lanes.items()
 
     def wait(self) -> None:
         """Until everything asked of the device is done."""

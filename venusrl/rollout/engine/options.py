@@ -13,6 +13,7 @@ UPDATES = ("recompute", "keep", "drain")
 class EngineOptions:
     """Attributes:
     slots: requests at once, each with a row of the working cache.
+    lanes: parts of the slots that are computed at once; 0 is what fits, see engine/lanes.py.
     max_length: tokens of a sequence, prompt included.
     page: tokens of a page of KV.
     kv_tokens: tokens of KV that the pages hold, running and cached together; 0 is slots x max_length.
@@ -23,14 +24,15 @@ class EngineOptions:
       used of it), "drain" lets running requests end first, then drops it.
     stall_s: seconds for which prefill may hold up requests that decode.
     decode_steps: tokens a request may generate in one host turn.
-    decode_rows: batch sizes below `slots` that decode is compiled for, ascending; `slots` is added.
-    prefill_rows: batch sizes that prefill is compiled for, ascending.
+    decode_rows: batch sizes that decode of a lane is compiled for, ascending; all of its rows are added.
+    prefill_rows: batch sizes that prefill of a lane is compiled for, ascending.
     prefill_tokens: lengths that prefill is compiled for, ascending; longer ones take several calls.
     read_lengths: numbers of cached positions that attention is compiled for, ascending; max_length is added.
     debug: check after every step that no page is lost; slow.
     """
 
     slots: int = 64
+    lanes: int = 0
     max_length: int = 1024
     page: int = 16
     kv_tokens: int = 0
@@ -52,10 +54,12 @@ class EngineOptions:
             needed = name.startswith("prefill")
             if (needed and not value) or list(value) != sorted(set(value)) or any(size < 1 for size in value):
                 raise ConfigError(f"rollout.{name}={value}; give ascending positive sizes")
-        least_of = dict(slots=1, max_length=2, decode_steps=1, page=1, kv_tokens=0, host_tokens=0)
+        least_of = dict(slots=1, lanes=0, max_length=2, decode_steps=1, page=1, kv_tokens=0, host_tokens=0)
         for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"rollout.{name}={getattr(self, name)} is too small; give {least} or more")
+        if self.lanes > self.slots:
+            raise ConfigError(f"rollout.lanes={self.lanes} is above the {self.slots} rollout.slots; lower it")
         if self.kv_tokens and self.kv_tokens < 2 * self.page:
             raise ConfigError(f"rollout.kv_tokens={self.kv_tokens} is less than two pages of {self.page}; raise it")
         if not self.stall_s > 0:
@@ -72,6 +76,11 @@ class EngineOptions:
     def row_tokens(self) -> int:
         """Positions of a row: max_length in whole pages."""
         return -(-self.max_length // self.page) * self.page
+
+    @property
+    def lane_rows(self) -> int:
+        """Rows of a lane."""
+        return -(-self.slots // (self.lanes or 1))
 
     @property
     def pages(self) -> int:
