@@ -2,17 +2,22 @@
 
 SGLang's CPU path needs no compiled kernels on a machine without AMX, but imports names of packages that have none for
 CPUs (`sgl_kernel`, `torchvision`); the folder `stubs` answers those imports, and raises where one is called.
+
+Each is measured with the machine to itself: an idle server of SGLang polls, and takes a core doing so, so it is stopped
+while ours is measured.
 """
 
 import asyncio
 import json
 import os
+import signal
 import socket
 import statistics
 import subprocess
 import tempfile
 import time
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -59,11 +64,11 @@ def compare(python: str, rounds: int = 3) -> tuple[float, float]:
         env = {**os.environ, "PYTHONPATH": str(stubs), "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
         env.pop("XLA_FLAGS", None)
         command = [python, "-m", "sglang.launch_server", "--model-path", folder, "--port", str(port), *FLAGS]
-        server = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+        server = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             address = f"http://127.0.0.1:{port}"
             _wait(address, server, log)
-            return asyncio.run(_take_turns(config, params, address, rounds))
+            return asyncio.run(_take_turns(config, params, address, rounds, lambda s: os.killpg(server.pid, s)))
         finally:
             server.terminate()
             try:
@@ -86,14 +91,21 @@ def _wait(address: str, server: subprocess.Popen, log) -> None:
             time.sleep(1)
 
 
-async def _take_turns(config: ModelConfig, params: dict, address: str, rounds: int) -> tuple[float, float]:
+async def _take_turns(
+    config: ModelConfig, params: dict, address: str, rounds: int, tell: Callable[[int], None]
+) -> tuple[float, float]:
+    """`tell` sends a signal to the server's processes."""
     options = EngineOptions(slots=REQUESTS, max_length=256, prefill_rows=(16,), prefill_tokens=(64,), read_lengths=())
     worker = JaxWorker("ours", Engine(config, params, 0, (config.vocab_size,), options))
     await worker.start()
     ours, theirs = [], []
     try:
         for turn in range(rounds + 1):
-            ours.append(await _ours(worker, turn))
+            tell(signal.SIGSTOP)
+            try:
+                ours.append(await _ours(worker, turn))
+            finally:
+                tell(signal.SIGCONT)
             theirs.append(await asyncio.to_thread(_theirs, address, turn))
     finally:
         await worker.close()
