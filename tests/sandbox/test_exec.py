@@ -133,9 +133,42 @@ async def test_cancelled_exec_is_stopped_and_its_answer_not_mistaken(sandbox):
     assert processes("986.5") == []
 
 
-async def test_execs_of_one_sandbox_queue(sandbox):
-    results = await asyncio.gather(*(sandbox.exec(f"echo {i}; sleep 0.02; echo {i}") for i in range(5)))
+async def test_execs_of_one_sandbox_run_beside_each_other(sandbox):
+    results = await asyncio.gather(*(sandbox.exec(f"echo {i}; sleep 0.5; echo {i}") for i in range(5)))
     assert [result.text for result in results] == [f"{i}\n{i}\n" for i in range(5)]
+    assert sum(result.seconds for result in results) > 2.4 and max(result.seconds for result in results) < 2.0
+
+
+async def test_a_deadline_spares_other_commands(sandbox):
+    """And what belongs to them; what belongs to none goes with it."""
+    await sandbox.exec("setsid sleep 985.1 &")  # nobody's
+    server = await sandbox.start("sleep 985.2 & sleep 985.3", follow=False)
+    other = asyncio.create_task(sandbox.exec("sleep 1.2; echo done"))
+    result = await sandbox.exec("setsid sleep 985.4 & (sleep 985.5 &); sleep 985.6", timeout_s=0.5)
+    assert result.timed_out and not result.silent
+    running = (await sandbox.exec("ps ax")).text
+    assert [n for n in range(1, 7) if f"sleep 985.{n}" in running] == [2, 3]
+    assert (await other).text == "done\n"
+    assert (await server.kill()).exit_code == -9
+    assert processes("985.") == []
+
+
+async def test_a_deadline_for_output_is_another(sandbox):
+    result = await sandbox.exec("for i in 1 2 3; do echo $i; sleep 0.3; done; sleep 30", timeout_s=20, silent_s=1.0)
+    assert (result.text, result.timed_out, result.silent) == ("1\n2\n3\n", True, True)
+    assert 1.5 < result.seconds < 5
+    assert not (await sandbox.exec("sleep 0.3", silent_s=5)).timed_out
+
+
+async def test_a_command_has_its_own_directory(sandbox):
+    await sandbox.exec("mkdir -p 'a b/c'")
+    assert (await sandbox.exec("pwd; echo $#", cwd="a b/c")).text == "/workspace/a b/c\n0\n"
+    assert (await sandbox.exec("pwd", cwd="/tmp")).text == "/tmp\n"
+    with pytest.raises(FileNotFoundError):
+        await sandbox.exec("true", cwd="none")
+    await sandbox.write("file", b"")
+    with pytest.raises(NotADirectoryError):
+        await sandbox.exec("true", cwd="file")
 
 
 async def test_bad_arguments_are_refused(sandbox):
@@ -143,3 +176,13 @@ async def test_bad_arguments_are_refused(sandbox):
         await sandbox.exec("true", timeout_s=0)
     with pytest.raises(ConfigError, match="user_env"):
         await sandbox.exec("true", user_env={"A=B": "c"})
+    with pytest.raises(ConfigError, match="letters, digits"):
+        await sandbox.exec("true", user_env={"BASH_FUNC_ls%%": "() { :; }"})
+    with pytest.raises(ConfigError, match="silent_s"):
+        await sandbox.exec("true", silent_s=0)
+    with pytest.raises(ConfigError, match="has one user, 'sandbox'"):
+        await sandbox.exec("true", user="root")
+    with pytest.raises(ConfigError, match="cwd"):
+        await sandbox.start("true", cwd="")
+    with pytest.raises(ConfigError, match="rows=0"):
+        await sandbox.start("true", pty=(0, 80))

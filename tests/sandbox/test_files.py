@@ -1,6 +1,8 @@
 """Conformance: file calls and the file system."""
 
+import dataclasses
 import errno
+import time
 
 import pytest
 
@@ -33,7 +35,11 @@ async def test_template_files(pool):
 async def test_list(sandbox):
     await sandbox.exec(r"mkdir d; cd d; echo 123 > f; chmod 640 f; ln -s f l; mkfifo p; mkdir s; touch $'\xff'")
     found = {info.name: info for info in await sandbox.list("d")}
-    assert found["f"] == FileInfo("f", "file", 4, 0o640)
+    assert dataclasses.replace(found["f"], modified=0.0) == FileInfo("f", "file", 4, 0o640)
+    assert found["f"] == await sandbox.stat("d/f") and abs(found["f"].modified - time.time()) < 60
+    assert (await sandbox.stat("d/l")).type == "link" and (await sandbox.stat("/")).name == "/"
+    with pytest.raises(FileNotFoundError):
+        await sandbox.stat("d/none")
     assert [found[name].type for name in "lps"] == ["link", "other", "dir"]
     assert "\udcff" in found
 

@@ -7,10 +7,31 @@ megabytes small because every sandbox is a fork of it.
 TYPE_CHECKING = False  # what typing.TYPE_CHECKING is, without its 5 ms import
 if TYPE_CHECKING:
     from venusrl.sandbox.check import host_report
-    from venusrl.sandbox.contract import ExecResult, FileInfo, Sandbox, Template
+    from venusrl.sandbox.contract import (
+        ExecResult,
+        FileChange,
+        FileInfo,
+        Output,
+        Process,
+        ProcessInfo,
+        Sandbox,
+        Template,
+    )
     from venusrl.sandbox.pool import PoolStats, SandboxPool
 
-__all__ = ["ExecResult", "FileInfo", "PoolStats", "Sandbox", "SandboxPool", "Template", "host_report"]
+__all__ = [
+    "ExecResult",
+    "FileChange",
+    "FileInfo",
+    "Output",
+    "PoolStats",
+    "Process",
+    "ProcessInfo",
+    "Sandbox",
+    "SandboxPool",
+    "Template",
+    "host_report",
+]
 
 
 def __getattr__(name: str):

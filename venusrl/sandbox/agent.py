@@ -3,6 +3,10 @@
 It is a fork of the spawner that has lost every privilege, so it runs with the same rights as the commands, except
 that they cannot signal it (it is process 1 of its pid namespace) nor look into it (it is not dumpable). When it
 ends, the kernel ends every process of the sandbox.
+
+Requests are frames (see wire.py) {op, id, ...}; each is answered by a frame with its id. Frames with `job` tell of a
+command that was started: {job, stream} with output as the body, and at the end {job, exit_code, ...} with what was kept
+of its output. {watch, events} tells of files.
 """
 
 import errno
@@ -10,36 +14,21 @@ import os
 import select
 import signal
 import time
+from collections.abc import Callable
 
 from venusrl.sandbox import files
+from venusrl.sandbox.job import Job
 from venusrl.sandbox.limits import process_limit, read_oom_kills
-from venusrl.sandbox.output import Capture
+from venusrl.sandbox.tree import outside
+from venusrl.sandbox.watch import Watcher
 from venusrl.sandbox.wire import WireError, pack, recv_frame
 
 WORKSPACE = "/workspace"
-SHELL = "/bin/bash"
-# The shell first limits its processes, and makes itself the kernel's choice, before the agent, when memory runs out.
-# The script comes as descriptor 3, for argv is limited to 128 KiB. eval keeps the messages of a plain `bash -c` (a
-# sourced file would put its name into them), and descriptor 3 is closed while the script runs.
-_BOOT = 'ulimit -u %d; echo 1000 >/proc/self/oom_score_adj; eval -- "$(</proc/self/fd/3)" 3<&-'
-_READ_BYTES = 64 * 1024
-# Pipes kept open for background processes after their exec returned, so that writing does not kill them.
+# Pipes kept open for background processes after their command returned, so that writing does not kill them.
 _MAX_OLD_PIPES = 32
+_MAX_ENDED = 32  # started commands whose ends are remembered
 _KILL_WAIT_S = 10.0
-
-
-class _Job:
-    """The exec that runs now."""
-
-    def __init__(self, request_id, pid, pipe, capture, started, timeout_s, oom_kills):
-        self.request_id = request_id
-        self.pid = pid
-        self.pipe = pipe
-        self.capture = capture
-        self.started = started
-        self.deadline = started + timeout_s
-        self.oom_kills = oom_kills
-        self.status: int | None = None
+_SHOWN_BYTES = 80  # of a script, in the list of processes
 
 
 class Agent:
@@ -60,174 +49,272 @@ class Agent:
         self._process_limit = process_limit(pids)
         self._output_bytes = output_bytes
         self._environment = environment
-        self._job: _Job | None = None
+        self._jobs: dict[int, Job] = {}
+        self._ended: dict[int, tuple[dict, bytes]] = {}  # how started commands ended
         self._paused_at: float | None = None
         self._old_pipes: list[int] = []
+        self._watcher: Watcher | None = None
         self._poll = select.poll()
-        self._wake_fd = -1
+        self._handlers: dict[int, Callable[[], object]] = {}
+        self._open = True
 
     def serve(self) -> None:
         """Returns when the owner closed the socket or the spawner died."""
         os.chdir(WORKSPACE)
-        self._wake_fd, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        for fd in (self._control.fileno(), self._life_fd, self._wake_fd):
-            self._poll.register(fd, select.POLLIN)
+        self._listen(self._life_fd, self._close)
+        self._listen(wake_read, lambda: (os.read(wake_read, 4096), self._reap()))
+        self._listen(self._control.fileno(), lambda: self._serve_request(*recv_frame(self._control)))
         self._send({"ready": True})
         try:
-            while self._step():
-                pass
+            while self._open:
+                self._step()
         except (WireError, ConnectionError):
             return
 
-    def _step(self) -> bool:
-        ready = {fd for fd, _ in self._poll.poll(self._poll_ms())}
-        if self._life_fd in ready:
-            return False
-        if self._wake_fd in ready:
-            os.read(self._wake_fd, 4096)
-            self._reap()
-        if self._control.fileno() in ready:
-            header, body = recv_frame(self._control)
-            self._serve_request(header, body)
-        for fd in [fd for fd in self._old_pipes if fd in ready]:
-            self._drain_old(fd)
-        job = self._job
-        if job is not None and job.pipe in ready:
-            self._read_pipe(job)
-        if job is not None and job is self._job:
+    def _close(self) -> None:
+        self._open = False
+
+    def _listen(self, fd: int, handler: Callable[[], object], events: int = select.POLLIN) -> None:
+        self._handlers[fd] = handler
+        self._poll.register(fd, events)
+
+    def _ignore(self, fd: int) -> None:
+        if self._handlers.pop(fd, None) is not None:
+            self._poll.unregister(fd)
+
+    def _step(self) -> None:
+        for fd, _ in self._poll.poll(self._poll_ms()):
+            handler = self._handlers.get(fd)  # one that came before may have ended it
+            if handler is not None:
+                handler()
+        now = time.monotonic()
+        for job in list(self._jobs.values()):
             if job.status is not None:
-                self._finish(job, timed_out=False)
-            elif self._paused_at is None and time.monotonic() >= job.deadline:
-                self._stop(job)
-        return True
+                self._finish(job)
+            elif self._paused_at is None and job.due() is not None and now >= job.due():
+                quiet = job.silent_s is not None and now >= job.last_output + job.silent_s
+                self._stop(job, "silent" if quiet else "deadline")
 
     def _poll_ms(self) -> float | None:
-        if self._job is None or self._paused_at is not None:
+        due = [job.due() for job in self._jobs.values() if job.due() is not None]
+        if not due or self._paused_at is not None:
             return None
-        return max(0.0, (self._job.deadline - time.monotonic()) * 1000.0) + 0.5
+        return max(0.0, (min(due) - time.monotonic()) * 1000.0) + 0.5
 
     # Requests
 
     def _serve_request(self, header: dict, body: bytes) -> None:
-        op, request_id = header["op"], header["id"]
-        if op == "exec":
-            self._start(header, body)
-        elif op == "cancel":
-            if self._job is not None and self._job.request_id == header["job"]:
-                self._stop(self._job)
-        elif op == "pause":
-            if self._paused_at is None:
-                self._signal_all(signal.SIGSTOP)
-                self._paused_at = time.monotonic()
-            self._send({"id": request_id})
-        elif op == "resume":
-            self._resume()
-            self._send({"id": request_id})
-        else:
-            try:
-                answer, data = files.serve(op, header, body)
-            except OSError as error:
-                answer, data = {"errno": error.errno or errno.EIO}, b""
-            self._send({"id": request_id, **answer}, data)
-
-    def _resume(self) -> None:
-        if self._paused_at is None:
-            return
-        pause_s = time.monotonic() - self._paused_at
-        self._paused_at = None
-        if self._job is not None:
-            self._job.started += pause_s
-            self._job.deadline += pause_s
-        self._signal_all(signal.SIGCONT)
-
-    def _start(self, header: dict, body: bytes) -> None:
-        cut = header["script_bytes"]
-        environment = {**self._environment, **header["env"]}
-        oom_kills = read_oom_kills(self._oom_fd)
-        started = time.monotonic()
-        opened: list[int] = []
+        serve = getattr(self, f"_serve_{header['op']}", None)
         try:
-            script_fd = _memfd("script", body[:cut])
-            opened.append(script_fd)
-            stdin_fd = _memfd("stdin", body[cut:]) if len(body) > cut else os.open("/dev/null", os.O_RDONLY)
-            opened.append(stdin_fd)
-            pipe, pipe_write = os.pipe2(os.O_CLOEXEC)
-            opened.append(pipe_write)
-            pid = self._spawn(script_fd, stdin_fd, pipe_write, environment)
+            answer = serve(header, body) if serve is not None else files.serve(header["op"], header, body)
         except OSError as error:
-            self._send({"id": header["id"], "errno": error.errno or errno.EIO})
-            return
-        finally:
-            for fd in opened:
-                os.close(fd)
-        os.set_blocking(pipe, False)
-        self._poll.register(pipe, select.POLLIN)
-        capture = Capture(self._output_bytes)
-        self._job = _Job(header["id"], pid, pipe, capture, started, header["timeout_s"], oom_kills)
+            answer = {"errno": error.errno or errno.EIO}, b""
+        if answer is not None:
+            self._send({"id": header["id"], **answer[0]}, answer[1])
 
-    def _spawn(self, script_fd: int, stdin_fd: int, pipe_write: int, environment: dict) -> int:
-        """Starts the shell without copying this process (vfork); every other descriptor closes on exec."""
-        sources = ((stdin_fd, 0), (pipe_write, 1), (pipe_write, 2), (script_fd, 3))
-        return os.posix_spawn(
-            SHELL,
-            ["bash", "-c", _BOOT % self._process_limit],
-            environment,
-            file_actions=[(os.POSIX_SPAWN_DUP2, source, target) for source, target in sources],
-            setsid=True,
-            setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
-        )
+    def _serve_exec(self, header: dict, body: bytes):
+        before = read_oom_kills(self._oom_fd)
+        job = Job(header, body, self._process_limit, self._environment, self._output_bytes)
+        job.oom_kills = before
+        self._jobs[job.number] = job
+        self._attend(job)
+        return None if job.attached else ({"pid": job.pid}, b"")
 
-    # The running job
+    _serve_start = _serve_exec
 
-    def _read_pipe(self, job: _Job) -> None:
-        try:
-            data = os.read(job.pipe, _READ_BYTES)
-        except BlockingIOError:
-            return
-        if data:
-            job.capture.add(data)
-        else:
-            self._poll.unregister(job.pipe)
-            os.close(job.pipe)
-            job.pipe = -1
+    def _serve_cancel(self, header: dict, body: bytes):
+        job = self._jobs.get(header["job"])
+        if job is not None and job.status is None:
+            self._stop(job, "cancelled")
 
-    def _finish(self, job: _Job, timed_out: bool) -> None:
-        """Takes what the pipe holds now and answers; a background writer keeps the pipe."""
+    def _serve_pause(self, header: dict, body: bytes):
+        if self._paused_at is None:
+            self._signal_all(signal.SIGSTOP)
+            self._paused_at = time.monotonic()
+        return {}, b""
+
+    def _serve_resume(self, header: dict, body: bytes):
+        if self._paused_at is not None:
+            for job in self._jobs.values():
+                job.delay(time.monotonic() - self._paused_at)
+            self._paused_at = None
+            self._signal_all(signal.SIGCONT)
+        return {}, b""
+
+    def _serve_processes(self, header: dict, body: bytes):
+        now = time.monotonic()
+        rows = [
+            [job.number, job.pid, job.script[:_SHOWN_BYTES].decode("utf-8", "replace"), now - job.started]
+            for job in self._jobs.values()
+            if job.status is None
+        ]
+        return {"processes": rows}, b""
+
+    def _serve_connect(self, header: dict, body: bytes):
+        """What is kept of the output so far; the rest follows. After its end, that again."""
+        number = header["job"]
+        if number in self._ended:
+            end, output = self._ended[number]
+            self._send({"id": header["id"], "pid": 0}, output)
+            self._send(end, output)
+            return None
+        job = self._job(number)
+        self._send({"id": header["id"], "pid": job.pid}, job.capture.result())
+        self._set_window(job, header["window"])
+        return None
+
+    def _serve_window(self, header: dict, body: bytes):
+        """The owner takes `bytes` more, or (None) follows the output no longer."""
+        job = self._jobs.get(header["job"])
+        if job is not None:
+            more = header["bytes"]
+            self._set_window(job, None if more is None or job.window is None else job.window + more)
+
+    def _serve_input(self, header: dict, body: bytes):
+        """Answered when it has been written."""
+        job = self._job(header["job"])
+        if job.stdin < 0:
+            raise BrokenPipeError(errno.EPIPE, "its input is closed")
+        job.unsent.append((header["id"], body or None))
+        self._write(job)
+
+    def _serve_signal(self, header: dict, body: bytes):
+        os.killpg(self._job(header["job"]).pid, header["number"])
+        return {}, b""
+
+    def _serve_resize(self, header: dict, body: bytes):
+        self._job(header["job"]).resize(header["rows"], header["columns"])
+        return {}, b""
+
+    def _serve_watch(self, header: dict, body: bytes):
+        if self._watcher is None:
+            self._watcher = Watcher()
+            self._listen(self._watcher.fd, self._tell_changes)
+        self._watcher.add(header["id"], os.path.join(WORKSPACE, header["path"]))
+        return {}, b""
+
+    def _serve_unwatch(self, header: dict, body: bytes):
+        if self._watcher is not None:
+            self._watcher.remove(header["watch"])
+        return {}, b""
+
+    def _tell_changes(self) -> None:
+        for watch, events in self._watcher.read().items():
+            self._send({"watch": watch, "events": events})
+
+    def _job(self, number: int) -> Job:
+        job = self._jobs.get(number)
+        if job is None or job.status is not None:
+            raise ProcessLookupError(errno.ESRCH, "the process has ended")
+        return job
+
+    # Output and input of a running job
+
+    def _attend(self, job: Job) -> None:
+        """Polls for what the job's descriptors wait for now. Output that the owner does not take stays in its pipe,
+        where writing stops."""
+        wanted = {} if job.held else dict.fromkeys(job.outputs, select.POLLIN)
+        if job.unsent and job.stdin >= 0:
+            wanted[job.stdin] = wanted.get(job.stdin, 0) | select.POLLOUT
+        for fd in {*job.outputs, job.stdin} - {-1}:
+            if fd in wanted:
+                self._listen(fd, lambda fd=fd: self._move(job, fd), wanted[fd])
+            else:
+                self._ignore(fd)
+
+    def _move(self, job: Job, fd: int) -> None:
+        if fd == job.stdin and job.unsent:
+            self._write(job)
+        if fd in job.outputs:
+            self._read(job, fd)
+
+    def _read(self, job: Job, fd: int) -> int:
+        """Bytes that were read now; those of an open window go to the owner."""
+        name = job.outputs[fd]
+        data = job.read(fd)
+        if data == b"":
+            self._ignore(fd)
+        elif data is not None and job.window is not None:
+            self._send({"job": job.number, "stream": name}, data)
+            self._set_window(job, job.window - len(data))
+        return len(data or b"")
+
+    def _set_window(self, job: Job, window: int | None) -> None:
+        held, job.window = job.held, window
+        if held != job.held:
+            job.last_output = time.monotonic()
+            self._attend(job)
+
+    def _write(self, job: Job) -> None:
+        fd = job.stdin
+        for request, failed in job.write():
+            self._send({"id": request} if failed is None else {"id": request, "errno": failed})
+        if job.stdin != fd:
+            self._ignore(fd)
+        self._attend(job)
+
+    # The end of a job
+
+    def _finish(self, job: Job) -> None:
+        """Takes what the pipes hold now and answers; background writers keep the pipes."""
         left = 1 << 20  # a pipe's largest size: more than this was written after the shell ended
-        while job.pipe >= 0 and left > 0:
-            before = job.capture.total
-            self._read_pipe(job)
-            if job.capture.total == before:
-                break
-            left -= job.capture.total - before
-        if job.pipe >= 0:
-            self._old_pipes.append(job.pipe)
+        for fd in list(job.outputs):
+            while fd in job.outputs and left > 0:
+                count = self._read(job, fd)
+                if count == 0:
+                    break
+                left -= count
+        for fd in [fd for fd in job.outputs if fd != job.stdin]:
+            self._listen(fd, lambda fd=fd: self._drain_old(fd))
+            self._old_pipes.append(fd)
+            del job.outputs[fd]
             if len(self._old_pipes) > _MAX_OLD_PIPES:
                 self._close_old(self._old_pipes[0])
-        self._job = None
-        answer = {
-            "id": job.request_id,
+        for fd in {*job.outputs, job.stdin}:
+            self._ignore(fd)
+        job.close()
+        for request, failed in job.write():
+            self._send({"id": request, "errno": failed})
+        del self._jobs[job.number]
+        until = time.monotonic() if self._paused_at is None else self._paused_at
+        end = {
+            "id" if job.attached else "job": job.number,
             "exit_code": os.waitstatus_to_exitcode(job.status),
             "total": job.capture.total,
-            "timed_out": timed_out,
-            "seconds": time.monotonic() - job.started,
+            "timed_out": job.timed_out,
+            "seconds": until - job.started,
             "oom": read_oom_kills(self._oom_fd) > job.oom_kills,
         }
-        self._send(answer, job.capture.result())
+        output = job.capture.result()
+        self._send(end, output)
+        if not job.attached:
+            self._ended[job.number] = end, output
+            if len(self._ended) > _MAX_ENDED:
+                del self._ended[next(iter(self._ended))]
 
-    def _stop(self, job: _Job) -> None:
-        """Ends every process of the sandbox, then answers with what the command had written."""
-        self._signal_all(signal.SIGKILL)
+    def _stop(self, job: Job, why: str) -> None:
+        """Ends every process of the sandbox that does not belong to another running command."""
+        others = {other.pid for other in self._jobs.values() if other is not job and other.status is None}
+        job.timed_out = why
+        if not others:
+            self._signal_all(signal.SIGKILL)
+        else:
+            self._signal_all(signal.SIGSTOP)  # so that none forks while the others are told apart
+            killed = outside(others)
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+            if self._paused_at is None:
+                self._signal_all(signal.SIGCONT)
         give_up = time.monotonic() + _KILL_WAIT_S
-        while self._reap():
+        while self._reap() and (not others or any(os.path.exists(f"/proc/{pid}") for pid in killed)):
             if time.monotonic() > give_up:
                 os._exit(1)  # something cannot be killed: the sandbox is no longer of use
             time.sleep(0.001)
-        self._resume()
-        self._finish(job, timed_out=True)
+        self._finish(job)
 
     def _signal_all(self, number: int) -> None:
         """To every process but this one. The kernel holds off forks meanwhile, so none escapes."""
@@ -245,12 +332,13 @@ class Agent:
                 return False
             if pid == 0:
                 return True
-            if self._job is not None and pid == self._job.pid:
-                self._job.status = status
+            for job in self._jobs.values():
+                if job.pid == pid:
+                    job.status = status
 
     def _drain_old(self, fd: int) -> None:
         try:
-            data = os.read(fd, _READ_BYTES)
+            data = os.read(fd, 64 * 1024)
         except BlockingIOError:
             return
         if not data:
@@ -258,21 +346,8 @@ class Agent:
 
     def _close_old(self, fd: int) -> None:
         self._old_pipes.remove(fd)
-        self._poll.unregister(fd)
+        self._ignore(fd)
         os.close(fd)
 
     def _send(self, header: dict, body: bytes = b"") -> None:
         self._control.sendall(pack(header, body))
-
-
-def _memfd(name: str, data: bytes) -> int:
-    fd = os.memfd_create(name, os.MFD_CLOEXEC)
-    view = memoryview(data)
-    try:
-        while view:
-            view = view[os.write(fd, view) :]
-    except OSError:
-        os.close(fd)
-        raise
-    os.lseek(fd, 0, os.SEEK_SET)
-    return fd

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 
 from venusrl.core.errors import ConfigError, SandboxLost, SandboxUnsupported
-from venusrl.sandbox.contract import MIB, ExecResult, FileInfo, Template, check_env
+from venusrl.sandbox.contract import MIB, ExecResult, FileChange, FileInfo, ProcessInfo, Template, check_env
 from venusrl.sandbox.files import CHUNK_BYTES
+from venusrl.sandbox.process import WINDOW_BYTES, RemoteProcess, check_size
 from venusrl.sandbox.wire import WireError, pack, read_frame
 
 # An agent that has not answered this long after the deadline is broken, and its sandbox is killed.
 _GRACE_S = 30.0
 # How long the reason of a sandbox's end may come after its socket closed.
 _REASON_WAIT_S = 5.0
+_USERS = ("", "sandbox")
+_UNANSWERED = ("cancel", "window")
 _OWNER_REASONS = ("killed", "closed", "ttl", "oom", "node-lost")
 
 
@@ -46,15 +50,16 @@ class ProcessSandbox:
         self._lost_event = asyncio.Event()
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._waiting: dict[int, asyncio.Future[tuple[dict, bytes]]] = {}
+        self._processes: dict[int, list[RemoteProcess]] = {}
+        self._watches: dict[int, asyncio.Queue[FileChange | None]] = {}
         self._last_id = 0
-        self._one_exec = asyncio.Lock()
         self._paused_since: float | None = None
         self._paused_s = 0.0
         self._running = asyncio.Event()
         self._running.set()
         self._receiver = self._loop.create_task(self._receive())
 
-    async def start(self) -> None:
+    async def open(self) -> None:
         """Waits until the sandbox is set up and writes the template's files.
 
         Raises:
@@ -70,33 +75,55 @@ class ProcessSandbox:
         script: str | bytes,
         *,
         timeout_s: float = 30.0,
+        silent_s: float | None = None,
+        user: str = "",
+        cwd: str | None = None,
         user_env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
     ) -> ExecResult:
-        """See Sandbox.exec. ConfigError for a bad timeout or environment; OSError if the agent cannot fork."""
-        if not timeout_s > 0:
-            raise ConfigError(f"exec timeout_s={timeout_s!r}: give a positive number of seconds")
-        env = dict(user_env or {})
-        check_env("exec user_env", env)
-        raw = script.encode("utf-8", "surrogateescape") if isinstance(script, str) else script
-        header = {"op": "exec", "timeout_s": timeout_s, "env": env, "script_bytes": len(raw)}
-        async with self._one_exec:
-            await self._until_running()
-            request_id, future = self._send(header, raw + stdin)
-            try:
-                answer, output = await self._answer(future, timeout_s + _GRACE_S)
-            except asyncio.CancelledError:
-                if self._lost is None:
-                    self._send({"op": "cancel", "job": request_id})
-                raise
-        return ExecResult(
-            exit_code=answer["exit_code"],
-            output=output,
-            output_total=answer["total"],
-            timed_out=answer["timed_out"],
-            seconds=answer["seconds"],
-            oom=answer["oom"],
-        )
+        """See Sandbox.exec."""
+        header, raw = _command("exec", script, timeout_s, silent_s, user, cwd, user_env)
+        header |= {"stdin": "bytes", "pty": None, "merged": True, "window": None}
+        await self._until_running()
+        request_id, future = self._send(header, raw + stdin)
+        try:
+            answer, output = await self._answer(future, timeout_s + _GRACE_S, cwd)
+        except asyncio.CancelledError:
+            if self._lost is None:
+                self._send({"op": "cancel", "job": request_id})
+            raise
+        return _result(answer, output)
+
+    async def start(
+        self,
+        script: str | bytes,
+        *,
+        timeout_s: float | None = None,
+        silent_s: float | None = None,
+        user: str = "",
+        cwd: str | None = None,
+        user_env: Mapping[str, str] | None = None,
+        stdin: bytes | None = b"",
+        pty: tuple[int, int] | None = None,
+        follow: bool = True,
+    ) -> RemoteProcess:
+        """See Sandbox.start."""
+        header, raw = _command("start", script, timeout_s, silent_s, user, cwd, user_env)
+        if pty is not None:
+            check_size(*pty)
+            header["env"] = {"TERM": "xterm-256color", **header["env"]}
+        header |= {"stdin": "pipe" if stdin is None else "bytes", "pty": None if pty is None else list(pty)}
+        header |= {"merged": False, "window": WINDOW_BYTES if follow else None}
+        return await self._process(header, raw + (stdin or b""), None, follow)
+
+    async def processes(self) -> list[ProcessInfo]:
+        """See Sandbox.processes."""
+        answer, _ = await self._request({"op": "processes"}, "")
+        return [ProcessInfo(*row) for row in answer["processes"]]
+
+    async def connect(self, process: int) -> RemoteProcess:
+        """See Sandbox.connect."""
+        return await self._process({"op": "connect", "job": process, "window": WINDOW_BYTES}, b"", process, True)
 
     async def read(self, path: str, max_bytes: int = 16 * MIB) -> bytes:
         """See Sandbox.read."""
@@ -119,6 +146,26 @@ class ProcessSandbox:
         for offset in range(0, max(len(data), 1), CHUNK_BYTES):
             header = {"op": "write", "path": path, "offset": offset, "mode": mode}
             await self._request(header, path, data[offset : offset + CHUNK_BYTES])
+
+    async def stat(self, path: str) -> FileInfo:
+        """See Sandbox.stat."""
+        answer, _ = await self._request({"op": "stat", "path": path}, path)
+        return FileInfo(*answer["entry"])
+
+    async def watch(self, path: str) -> AsyncIterator[FileChange]:
+        """See Sandbox.watch."""
+        await self._until_running()
+        request_id, future = self._send({"op": "watch", "path": path})
+        changes = self._watches[request_id] = asyncio.Queue()
+        try:
+            await self._answer(future, _GRACE_S, path)
+            while (change := await changes.get()) is not None:
+                yield change
+            self._check_alive()
+        finally:
+            del self._watches[request_id]
+            if self._lost is None:
+                self._send({"op": "unwatch", "watch": request_id})
 
     async def list(self, path: str) -> list[FileInfo]:
         """See Sandbox.list."""
@@ -179,6 +226,10 @@ class ProcessSandbox:
             if not future.done():
                 future.set_exception(SandboxLost(self.id, reason))
                 future.exception()  # seen: its caller may have been cancelled
+        for process in [process for group in self._processes.values() for process in group]:
+            process.ended(SandboxLost(self.id, reason))
+        for changes in self._watches.values():
+            changes.put_nowait(None)
         self._writer.close()
         if asyncio.current_task() is not self._receiver:
             self._receiver.cancel()
@@ -193,6 +244,34 @@ class ProcessSandbox:
         self._check_alive()
 
     # Requests
+
+    async def _process(self, header: dict, body: bytes, job: int | None, follow: bool) -> RemoteProcess:
+        """The process that a request starts or connects; what the agent tells of it may follow the answer at once."""
+        await self._until_running()
+        request_id, future = self._send(header, body)
+        process = RemoteProcess(job or request_id, self._ask, self._tell, follow)
+        group = self._processes.setdefault(process.id, [])
+        for earlier in group:
+            earlier.unfollow()
+        group.append(process)
+        try:
+            answer, kept = await self._answer(future, _GRACE_S, header.get("cwd"))
+        except BaseException:
+            group.remove(process)
+            if job is None and self._lost is None:
+                self._send({"op": "cancel", "job": request_id})
+            raise
+        process.began(answer["pid"], kept)
+        return process
+
+    async def _ask(self, header: dict, body: bytes) -> tuple[dict, bytes]:
+        await self._until_running()
+        _, future = self._send(header, body)
+        return await self._answer(future, None)
+
+    def _tell(self, header: dict) -> None:
+        if self._lost is None:
+            self._send(header)
 
     async def _request(self, header: dict, path: str, body: bytes = b"") -> tuple[dict, bytes]:
         await self._until_running()
@@ -212,21 +291,23 @@ class ProcessSandbox:
         self._last_id += 1
         frame = pack({**header, "id": self._last_id}, body)
         future: asyncio.Future[tuple[dict, bytes]] = self._loop.create_future()
-        if header["op"] != "cancel":
+        if header["op"] not in _UNANSWERED:
             self._waiting[self._last_id] = future
         self._writer.write(frame)
         return self._last_id, future
 
-    async def _answer(self, future: asyncio.Future, patience_s: float, path: str | None = None) -> tuple[dict, bytes]:
-        """The answer, or SandboxLost. `patience_s` bounds the wait, not counting time paused."""
-        give_up = self._loop.time() + patience_s - self._paused_s
+    async def _answer(
+        self, future: asyncio.Future, patience_s: float | None, path: str | None = None
+    ) -> tuple[dict, bytes]:
+        """The answer, or SandboxLost. `patience_s` bounds the wait, not counting time paused; None: nothing does."""
+        give_up = self._loop.time() + (math.inf if patience_s is None else patience_s) - self._paused_s
         while not future.done():
             left = give_up + self._paused_s - self._loop.time()
             if left <= 0 and self._paused_since is None:
                 self.mark_lost("node-lost")
                 await self._end(self.id, "node-lost")
                 break
-            await asyncio.wait({future}, timeout=max(left, 1.0))
+            await asyncio.wait({future}, timeout=None if left == math.inf else max(left, 1.0))
         answer, body = future.result()
         if "errno" in answer:
             raise OSError(answer["errno"], os.strerror(answer["errno"]), path)
@@ -241,6 +322,9 @@ class ProcessSandbox:
                 self._ready.set_result(None)
             while True:
                 answer, body = await read_frame(self._reader)
+                if "id" not in answer:
+                    self._told(answer, body)
+                    continue
                 future = self._waiting.pop(answer["id"], None)
                 if future is not None and not future.done():
                     future.set_result((answer, body))
@@ -248,3 +332,52 @@ class ProcessSandbox:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._lost_event.wait(), _REASON_WAIT_S)
         self.mark_lost("node-lost")
+
+    def _told(self, message: dict, body: bytes) -> None:
+        """Of a process, or of a watched path."""
+        if "watch" in message:
+            changes = self._watches.get(message["watch"])
+            for kind, name in message["events"] if changes is not None else ():
+                changes.put_nowait(FileChange(kind, name))
+        elif "stream" in message:
+            for process in self._processes.get(message["job"], ()):
+                process.came(message["stream"], body)
+        else:
+            for process in self._processes.pop(message["job"], ()):
+                process.ended(_result(message, body))
+
+
+def _command(
+    what: str,
+    script: str | bytes,
+    timeout_s: float | None,
+    silent_s: float | None,
+    user: str,
+    cwd: str | None,
+    user_env: Mapping[str, str] | None,
+) -> tuple[dict, bytes]:
+    """The request's header and the script's bytes. ConfigError for what cannot be."""
+    for name, value in (("timeout_s", timeout_s), ("silent_s", silent_s)):
+        if value is not None and not value > 0:
+            raise ConfigError(f"{what} {name}={value!r}: give a positive number of seconds")
+    if user not in _USERS:
+        raise ConfigError(f"{what} user={user!r}: the process backend has one user, 'sandbox'")
+    if cwd is not None and (not cwd or "\0" in cwd):
+        raise ConfigError(f"{what} cwd={cwd!r}: give a directory, without NUL")
+    env = dict(user_env or {})
+    check_env(f"{what} user_env", env)
+    raw = script.encode("utf-8", "surrogateescape") if isinstance(script, str) else script
+    header = {"op": what, "timeout_s": timeout_s, "silent_s": silent_s, "env": env, "script_bytes": len(raw)}
+    return {**header, "cwd": cwd}, raw
+
+
+def _result(answer: dict, output: bytes) -> ExecResult:
+    return ExecResult(
+        exit_code=answer["exit_code"],
+        output=output,
+        output_total=answer["total"],
+        timed_out=answer["timed_out"] in ("deadline", "silent", "cancelled"),
+        seconds=answer["seconds"],
+        oom=answer["oom"],
+        silent=answer["timed_out"] == "silent",
+    )

@@ -6,7 +6,8 @@ directory and shell variables do not persist, files and background processes do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol, runtime_checkable
@@ -16,6 +17,7 @@ from venusrl.core.errors import ConfigError
 WORKSPACE = "/workspace"
 MIB = 1 << 20
 _EMPTY: Mapping = MappingProxyType({})
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,8 @@ class Template:
 def check_env(what: str, env: Mapping[str, str]) -> None:
     """Raises ConfigError unless every entry can be an environment variable."""
     for key, value in env.items():
-        if not isinstance(key, str) or not isinstance(value, str) or not key or "=" in key or "\0" in key + value:
-            raise ConfigError(f"{what}[{key!r}]={value!r}: give strings, without NUL, and no '=' in the name")
+        if not isinstance(key, str) or not isinstance(value, str) or not _NAME.fullmatch(key) or "\0" in value:
+            raise ConfigError(f"{what}[{key!r}]={value!r}: give strings, without NUL; a name is letters, digits and _")
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,8 @@ class ExecResult:
       output: stdout and stderr in the order written. Where it was longer than the template's `output_bytes`, the
         middle is replaced by one line saying how many bytes were elided.
       output_total: bytes the command wrote.
-      timed_out: the deadline passed; every process in the sandbox was killed.
+      timed_out: a deadline passed; every process of the sandbox that belongs to no other running command was killed.
+      silent: it was the deadline for output.
       seconds: wall time of the exec, without time spent paused.
       oom: the kernel killed a process of this sandbox for its memory limit while the exec ran.
     """
@@ -102,6 +105,7 @@ class ExecResult:
     timed_out: bool
     seconds: float
     oom: bool = False
+    silent: bool = False
 
     @property
     def text(self) -> str:
@@ -111,12 +115,73 @@ class ExecResult:
 
 @dataclass(frozen=True)
 class FileInfo:
-    """One directory entry. `type` is "file", "dir", "link" or "other"; size in bytes; mode is the permission bits."""
+    """One directory entry. `type` is "file", "dir", "link" or "other"; size in bytes; mode is the permission bits;
+    modified is in seconds since 1970."""
 
     name: str
     type: str
     size: int
     mode: int
+    modified: float = 0.0
+
+
+@dataclass(frozen=True)
+class Output:
+    """Bytes that a command wrote to `stream`: "stdout", "stderr", "pty", or "kept", what is kept of all before."""
+
+    stream: str
+    data: bytes
+
+
+@dataclass(frozen=True)
+class ProcessInfo:
+    """One command that runs: its id, the pid of its shell inside, the beginning of its script, seconds since then."""
+
+    id: int
+    pid: int
+    script: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class FileChange:
+    """One change of a watched path: `kind` is "create", "write", "chmod", "remove", "move_from", "move_to", or "lost"
+    where changes were missed or the path is gone; `name` is the entry's, or empty for the path itself."""
+
+    kind: str
+    name: str
+
+
+@runtime_checkable
+class Process(Protocol):
+    """A command started by `Sandbox.start`. Iterating gives its `Output` as it comes, up to its end.
+
+    A follower that takes nothing stops the command after 1 MiB, as a full pipe does. Methods raise SandboxLost once the
+    sandbox is gone, and OSError ESRCH once the command has ended (EPIPE where only its input is closed).
+    """
+
+    id: int
+    pid: int
+
+    def __aiter__(self) -> AsyncIterator[Output]: ...
+
+    async def wait(self) -> ExecResult:
+        """Its end. Output that nobody iterates over is no longer followed; what is kept of it is in the result."""
+
+    async def send(self, data: bytes) -> None:
+        """Input; returns when it has been written."""
+
+    async def close_stdin(self) -> None:
+        """The end of its input; on a terminal, Ctrl-D."""
+
+    async def signal(self, number: int) -> None:
+        """To the process group of its shell."""
+
+    async def resize(self, rows: int, columns: int) -> None:
+        """Of its terminal; OSError ENOTTY where it has none."""
+
+    async def kill(self) -> ExecResult:
+        """Ends it as a deadline does, and returns its end."""
 
 
 @runtime_checkable
@@ -131,14 +196,56 @@ class Sandbox(Protocol):
         script: str | bytes,
         *,
         timeout_s: float = 30.0,
+        silent_s: float | None = None,
+        user: str = "",
+        cwd: str | None = None,
         user_env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
     ) -> ExecResult:
-        """Runs a bash script of any size in /workspace and returns when the shell exits.
+        """Runs a bash script of any size and returns when the shell exits.
 
-        Background processes live on. At the deadline every process in the sandbox is killed, background ones of
-        earlier execs too. One exec runs at a time; others wait for it. A cancelled exec ends like a deadline.
-        OSError if the sandbox has no room for the script (larger than file_bytes: EFBIG) or for a process.
+        Background processes live on. When a deadline passes, every process in the sandbox that belongs to no other
+        running command is killed, those that earlier commands left behind too. A cancelled exec ends like a deadline.
+
+        Args:
+          timeout_s: seconds it may take.
+          silent_s: seconds it may go on without output.
+          user: one that the backend has; empty is its ordinary one, "sandbox".
+          cwd: relative to /workspace, which is the default.
+
+        Raises:
+          OSError: the sandbox has no room for the script (larger than file_bytes: EFBIG) or for a process; no cwd.
+          ConfigError: an argument is out of range, the user is unknown.
+        """
+
+    async def start(
+        self,
+        script: str | bytes,
+        *,
+        timeout_s: float | None = None,
+        silent_s: float | None = None,
+        user: str = "",
+        cwd: str | None = None,
+        user_env: Mapping[str, str] | None = None,
+        stdin: bytes | None = b"",
+        pty: tuple[int, int] | None = None,
+        follow: bool = True,
+    ) -> Process:
+        """Starts a command beside others; it is listed by `processes` until it ends. See exec.
+
+        Args:
+          stdin: all of its input; None: what `Process.send` brings.
+          pty: rows and columns of a terminal that it runs on, with input by `Process.send`.
+          follow: its output comes to the Process; else only what is kept of it is in its result.
+        """
+
+    async def processes(self) -> list[ProcessInfo]:
+        """The commands that run."""
+
+    async def connect(self, process: int) -> Process:
+        """A started command again, by its id: iterating gives what is kept of its output, and what follows.
+
+        The last 32 that have ended can be connected, too. OSError ESRCH for others.
         """
 
     async def read(self, path: str, max_bytes: int = 16 * MIB) -> bytes:
@@ -146,6 +253,12 @@ class Sandbox(Protocol):
 
     async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
         """Writes a file, making its parents. OSError with the sandbox's errno (ENOSPC, EFBIG, EACCES, ...)."""
+
+    async def stat(self, path: str) -> FileInfo:
+        """What a path is; a link is not followed. OSError with the sandbox's errno."""
+
+    def watch(self, path: str) -> AsyncIterator[FileChange]:
+        """Changes of a file, or of a directory's entries, from the first `anext` on. OSError with its errno."""
 
     async def list(self, path: str) -> list[FileInfo]:
         """The entries of a directory, by name. OSError with the sandbox's errno."""

@@ -14,7 +14,7 @@ _MAX_ENTRIES = 100_000
 
 
 def serve(op: str, header: dict, body: bytes) -> tuple[dict, bytes]:
-    """(answer, body) of one request: read, write or list. OSError with the reason."""
+    """(answer, body) of one request: read, write, stat or list. OSError with the reason."""
     path = os.path.join(WORKSPACE, header["path"])  # an absolute path stays as it is
     if "\0" in path:
         raise OSError(errno.EINVAL, "NUL in path")
@@ -24,6 +24,8 @@ def serve(op: str, header: dict, body: bytes) -> tuple[dict, bytes]:
         return _write(path, header["offset"], header["mode"], body)
     if op == "list":
         return _list(path)
+    if op == "stat":
+        return {"entry": _entry(os.path.basename(path.rstrip("/")) or "/", os.lstat(path))}, b""
     raise OSError(errno.ENOSYS, op)
 
 
@@ -74,6 +76,10 @@ def _kind(mode: int) -> str:
     return "link" if stat.S_ISLNK(mode) else "other"
 
 
+def _entry(name: str, info: os.stat_result) -> list:
+    return [name, _kind(info.st_mode), info.st_size, stat.S_IMODE(info.st_mode), info.st_mtime]
+
+
 def _list(path: str) -> tuple[dict, bytes]:
     entries = []
     with os.scandir(path) as found:
@@ -81,8 +87,7 @@ def _list(path: str) -> tuple[dict, bytes]:
             if len(entries) == _MAX_ENTRIES:
                 raise OSError(errno.EFBIG, "too many entries")
             try:
-                info = entry.stat(follow_symlinks=False)
+                entries.append(_entry(entry.name, entry.stat(follow_symlinks=False)))
             except FileNotFoundError:
                 continue
-            entries.append([entry.name, _kind(info.st_mode), info.st_size, stat.S_IMODE(info.st_mode)])
     return {"entries": sorted(entries)}, b""

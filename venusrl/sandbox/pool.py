@@ -115,7 +115,7 @@ class SandboxPool:
                 self._alive[sandbox_id] = sandbox
             else:
                 sandbox.mark_lost("node-lost")
-            await sandbox.start()
+            await sandbox.open()
             complete = True
             return sandbox
         finally:

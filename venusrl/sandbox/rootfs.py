@@ -34,6 +34,7 @@ _LINKS = {
     "dev/stdin": "/proc/self/fd/0",
     "dev/stdout": "/proc/self/fd/1",
     "dev/stderr": "/proc/self/fd/2",
+    "dev/ptmx": "pts/ptmx",
     "var/tmp": "/tmp",
     "etc/mtab": "/proc/mounts",
 }
@@ -121,6 +122,9 @@ def _make_devices() -> None:
         # Not nodev, which would make it unusable. Read-only guards the node; the device itself can be written.
         flags = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC
         set_mount_flags(f"{_ROOT}/dev/{name}", flags, recursive=False)
+    os.mkdir(f"{_ROOT}/dev/pts")
+    options = "newinstance,ptmxmode=0666,mode=620"
+    mount("devpts", f"{_ROOT}/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, options)
     for path, target in _LINKS.items():
         os.symlink(target, f"{_ROOT}/{path}")
 
