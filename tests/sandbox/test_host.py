@@ -29,7 +29,7 @@ def test_host_report_finds_a_working_backend():
 
 # Makes the interpreter and the repository reachable (they may lie below /root), becomes nobody, uses the backend.
 NOBODY = """
-import asyncio, ctypes, json, os, sys
+import asyncio, ctypes, json, os, sys, tempfile
 root, prefix = sys.argv[1], sys.base_prefix
 libc = ctypes.CDLL(None, use_errno=True)
 def mount(*a):
@@ -49,8 +49,12 @@ sys.path.insert(0, root)
 from venusrl.sandbox import SandboxPool, Template
 async def main():
     out = {}
-    async with SandboxPool(max_sandboxes=2) as pool:
+    async with SandboxPool(max_sandboxes=4, templates=tempfile.mkdtemp()) as pool:
         out["host"] = pool.host
+        template = Template("built", setup=("echo built > f; mkdir d",))
+        a, b = await pool.create(template), await pool.create(template)
+        out["built"] = (await a.exec("echo more >> f; touch d/g; cat f; ls d; stat -c %U f")).text.split()
+        out["again"] = (await b.exec("cat f; ls d")).text.split()
         box = await pool.create(Template("t", files={"f": b"hello"}, pids=16, memory_bytes=128 << 20))
         out["id"] = (await box.exec("id -u; cat f; touch /etc/x /usr/x; grep CapEff /proc/self/status")).text
         out["python"] = (await box.exec("python3 -I -S -c 'print(6*7)'")).text
@@ -75,6 +79,7 @@ def test_without_root():
     assert out["id"].startswith("1000\nhello") and out["id"].count("touch: cannot touch") == 2
     assert "CapEff:\t0000000000000000" in out["id"]
     assert out["python"] == "42\n"
+    assert (out["built"], out["again"]) == (["built", "more", "g", "sandbox"], ["built"])
     assert 5 <= int(out["bomb"]) <= 16
     assert out["timeout"] is True
     if not out["host"]["cgroups"]["memory"]:

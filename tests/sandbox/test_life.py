@@ -121,6 +121,11 @@ async def test_ttl(pool):
     assert processes("982.5") == []
 
 
+async def test_a_ttl_may_be_longer_than_a_poll(pool):
+    sandbox = await pool.create(Template("long", ttl_s=1e12))
+    assert (await sandbox.exec("echo x", timeout_s=1e9)).text == "x\n"
+
+
 async def test_agent_killed_from_outside_is_noticed(pool, sandbox):
     call = asyncio.create_task(sandbox.exec("sleep 981.5"))
     await until(lambda: processes("981.5"))

@@ -28,6 +28,7 @@ WORKSPACE = "/workspace"
 _MAX_OLD_PIPES = 32
 _MAX_ENDED = 32  # started commands whose ends are remembered
 _KILL_WAIT_S = 10.0
+_LONGEST_POLL_S = 3600.0  # poll(2) takes no more than 2^31 ms
 _SHOWN_BYTES = 80  # of a script, in the list of processes
 
 
@@ -103,7 +104,7 @@ class Agent:
         due = [job.due() for job in self._jobs.values() if job.due() is not None]
         if not due or self._paused_at is not None:
             return None
-        return max(0.0, (min(due) - time.monotonic()) * 1000.0) + 0.5
+        return min(max(0.0, min(due) - time.monotonic()), _LONGEST_POLL_S) * 1000.0 + 0.5
 
     # Requests
 

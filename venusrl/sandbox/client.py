@@ -59,14 +59,14 @@ class ProcessSandbox:
         self._running.set()
         self._receiver = self._loop.create_task(self._receive())
 
-    async def open(self) -> None:
-        """Waits until the sandbox is set up and writes the template's files.
+    async def open(self, files: Mapping[str, bytes]) -> None:
+        """Waits until the sandbox is set up, and writes its first files.
 
         Raises:
           SandboxUnsupported: the host refused a step of the set-up.
         """
         await self._ready
-        await asyncio.gather(*(self.write(path, data) for path, data in self.template.files.items()))
+        await asyncio.gather(*(self.write(path, data) for path, data in files.items()))
 
     # The contract
 

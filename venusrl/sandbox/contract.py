@@ -24,9 +24,16 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 class Template:
     """The recipe of a sandbox: its first files and its limits.
 
+    What `lowers` and `setup` make is built once, and shared: sandboxes of one template have the same pages in memory,
+    until they write.
+
     Attributes:
       name: a label for reports.
       files: bytes by path relative to `/workspace`, written at creation.
+      lowers: directories of the host that are copied into /workspace when it is built, later ones over earlier.
+      setup: commands that then run there, in a sandbox of these limits.
+      setup_s: seconds that each of those may take.
+      tenant: sandboxes of different tenants share nothing, even where all else is equal.
       memory_bytes: limit of all processes, files and kernel objects of the sandbox together (where the host has a
         writable memory cgroup; otherwise a limit of each process's private data).
       pids: processes and threads that may exist at once.
@@ -50,6 +57,10 @@ class Template:
     output_bytes: int = 64 * 1024
     ttl_s: float = 1800.0
     env: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
+    lowers: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
+    setup_s: float = 600.0
+    tenant: str = ""
 
     def __post_init__(self):
         lowest = {"memory_bytes": 16 * MIB, "pids": 2, "file_bytes": 4096, "disk_bytes": MIB, "output_bytes": 256}
@@ -62,8 +73,13 @@ class Template:
                 f"Template.disk_bytes={self.disk_bytes}: the disk lives in memory, give less than "
                 f"memory_bytes={self.memory_bytes}"
             )
-        if not self.ttl_s > 0:
-            raise ConfigError(f"Template.ttl_s={self.ttl_s!r}: give a positive number of seconds")
+        for name in ("ttl_s", "setup_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"Template.{name}={getattr(self, name)!r}: give a positive number of seconds")
+        for name in ("lowers", "setup"):
+            value = getattr(self, name)
+            if not isinstance(value, tuple) or not all(isinstance(part, str) and part.strip() for part in value):
+                raise ConfigError(f"Template.{name}={value!r}: give a tuple of strings that are not empty")
         for path, data in self.files.items():
             parts = path.split("/")
             if not path or "\0" in path or parts[0] == "" or parts[-1] == "" or ".." in parts:
@@ -75,6 +91,11 @@ class Template:
         check_env("Template.env", self.env)
         object.__setattr__(self, "files", MappingProxyType(dict(self.files)))
         object.__setattr__(self, "env", MappingProxyType(dict(self.env)))
+
+    @property
+    def is_built(self) -> bool:
+        """Its sandboxes begin with files that are made once."""
+        return bool(self.lowers or self.setup)
 
 
 def check_env(what: str, env: Mapping[str, str]) -> None:

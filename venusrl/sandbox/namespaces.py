@@ -21,8 +21,10 @@ SANDBOX_NAMESPACES = (
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV, MOUNT_ATTR_NOEXEC = 1, 2, 4, 8
+_MOUNT_ATTR_IDMAP = 0x100000
 
-_AT_FDCWD, _AT_RECURSIVE, _MNT_DETACH = -100, 0x8000, 2
+_AT_FDCWD, _AT_EMPTY_PATH, _AT_RECURSIVE, _MNT_DETACH = -100, 0x1000, 0x8000, 2
+_OPEN_TREE, _OPEN_TREE_CLONE, _MOVE_MOUNT, _MOVE_MOUNT_F_EMPTY_PATH = 428, 1, 429, 4
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
 _CAPABILITY_VERSION_3 = 0x20080522
 
@@ -87,6 +89,41 @@ def set_mount_flags(target: str, attributes: int, recursive: bool) -> None:
         ctypes.c_size_t(ctypes.sizeof(attr)),
     )
     _check(result, f"mount_setattr {target}")
+
+
+def mapped_mount(path: str, user_namespace: int, writable: bool) -> int:
+    """A mount of a directory, attached nowhere, in which files have owners as that user namespace maps them.
+
+    Needs Linux 5.12, root, and a file system that permits it (ext4, xfs, btrfs; tmpfs from 6.3). The files' pages are
+    those of the original.
+    """
+    flags = ctypes.c_ulong(_OPEN_TREE_CLONE | os.O_CLOEXEC)
+    tree = _LIBC.syscall(ctypes.c_long(_OPEN_TREE), ctypes.c_long(_AT_FDCWD), os.fsencode(path), flags)
+    _check(tree, f"open_tree {path}")
+    try:
+        set_flags = _MOUNT_ATTR_IDMAP | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | (0 if writable else MOUNT_ATTR_RDONLY)
+        attr = _MountAttr(set_flags, 0, 0, user_namespace)
+        result = _LIBC.syscall(
+            ctypes.c_long(_number(2)),
+            ctypes.c_long(tree),
+            b"",
+            ctypes.c_ulong(_AT_EMPTY_PATH),
+            ctypes.byref(attr),
+            ctypes.c_size_t(ctypes.sizeof(attr)),
+        )
+        _check(result, f"mount_setattr idmap {path}")
+    except OSError:
+        os.close(tree)
+        raise
+    return tree
+
+
+def attach(tree: int, target: str) -> None:
+    """Puts a mount of `mapped_mount` at `target` in the caller's mount namespace."""
+    long = ctypes.c_long
+    flags = ctypes.c_ulong(_MOVE_MOUNT_F_EMPTY_PATH)
+    result = _LIBC.syscall(long(_MOVE_MOUNT), long(tree), b"", long(_AT_FDCWD), os.fsencode(target), flags)
+    _check(result, f"move_mount on {target}")
 
 
 def pivot_to(path: str) -> None:

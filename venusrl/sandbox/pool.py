@@ -6,16 +6,21 @@ import asyncio
 import os
 import sys
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from venusrl.core.errors import ConfigError, SandboxCapacity, SandboxError
 from venusrl.sandbox.client import ProcessSandbox
-from venusrl.sandbox.contract import WORKSPACE, Template
+from venusrl.sandbox.contract import MIB, WORKSPACE, Template
 from venusrl.sandbox.gate import Gate
+from venusrl.sandbox.layers import Layer, LayerStore, default_folder
 from venusrl.sandbox.link import SpawnerLink
 from venusrl.sandbox.rootfs import PYTHON_HOME
+from venusrl.sandbox.shelf import Shelf
+from venusrl.sandbox.wire import read_frame
 
+HOLDER = "layer-"  # beginning of the id of a process that holds a layer
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -38,9 +43,17 @@ class SandboxPool:
       wait_s: seconds a create call waits for a place before SandboxCapacity.
       python_prefix: directory of the interpreter that `python3` is inside; by default the owner's. One below /usr
         is there anyway and needs no bind.
+      templates: folder of built templates, which pools may share; by default one of this user's.
     """
 
-    def __init__(self, *, max_sandboxes: int, wait_s: float = 60.0, python_prefix: str = sys.base_prefix):
+    def __init__(
+        self,
+        *,
+        max_sandboxes: int,
+        wait_s: float = 60.0,
+        python_prefix: str = sys.base_prefix,
+        templates: str | os.PathLike | None = None,
+    ):
         if max_sandboxes < 1:
             raise ConfigError(f"SandboxPool.max_sandboxes={max_sandboxes}: give at least 1")
         if not wait_s >= 0:
@@ -50,6 +63,9 @@ class SandboxPool:
         prefix = str(Path(python_prefix).resolve())
         self._python_prefix = None if prefix == "/usr" or prefix.startswith("/usr/") else prefix
         self._python_bin = f"{prefix if self._python_prefix is None else PYTHON_HOME}/bin"
+        self._shelf = Shelf(LayerStore(default_folder() if templates is None else templates), self._build)
+        self._holders: dict[str, asyncio.StreamWriter] = {}
+        self._hold_lock = asyncio.Lock()
         self._link: SpawnerLink | None = None
         self._link_lock = asyncio.Lock()
         self._alive: dict[str, ProcessSandbox | None] = {}
@@ -85,9 +101,10 @@ class SandboxPool:
         return PoolStats(self.alive, self._gate.waiting, self._created, dict(self._ended), self._spawners)
 
     async def create(self, template: Template) -> ProcessSandbox:
-        """A new sandbox with the template's files in place.
+        """A new sandbox with the template's files in place, which are built first where they are not.
 
         Raises:
+          SandboxError: a command of the set-up fails, or what was built is damaged.
           SandboxCapacity: no place within wait_s.
           SandboxUnsupported: the host cannot make sandboxes; the message names the settings.
           SandboxError: the pool is closed, or the spawner died during the call (the next call starts another).
@@ -95,6 +112,14 @@ class SandboxPool:
         """
         if self._closed:
             raise SandboxError("the pool is closed")
+        tree = None
+        if template.is_built:
+            layer = await self._shelf.layer(template)
+            await self._hold(layer)
+            tree = str(layer.tree)
+        return await self._create(template, tree, build=False)
+
+    async def _create(self, template: Template, layer: str | None, build: bool) -> ProcessSandbox:
         try:
             await self._gate.enter(self._wait_s)
         except TimeoutError:
@@ -108,23 +133,49 @@ class SandboxPool:
         sandbox, link, complete = None, None, False
         try:
             link = await self._spawner()
-            agent = await link.create(sandbox_id, self._request(template))
+            agent = await link.create(sandbox_id, self._request(template) | {"layer": layer, "build": build})
             streams = await asyncio.open_connection(sock=agent)
             sandbox = ProcessSandbox(sandbox_id, template, streams, link.end)
             if sandbox_id in self._alive:
                 self._alive[sandbox_id] = sandbox
             else:
                 sandbox.mark_lost("node-lost")
-            await sandbox.open()
+            await sandbox.open({} if build else template.files)
             complete = True
             return sandbox
         finally:
             if not complete:
                 await self._abandon(sandbox_id, sandbox, link)
 
+    async def _build(self, template: Template, tree: Path) -> None:
+        """Runs the template's set-up on its files."""
+        sandbox = await self._create(template, str(tree), build=True)
+        try:
+            for command in template.setup:
+                result = await sandbox.exec(command, timeout_s=template.setup_s)
+                if result.exit_code != 0:
+                    why = "took too long" if result.timed_out else f"ended with {result.exit_code}"
+                    raise SandboxError(f"template {template.name!r}: {command!r} {why}: {result.text[-2000:].strip()}")
+        finally:
+            await sandbox.kill()
+
+    async def _hold(self, layer: Layer) -> None:
+        """Has the layer's pages in memory, in an account of their own, before a sandbox touches them."""
+        holder = f"{HOLDER}{layer.manifest.key[:12]}"
+        async with self._hold_lock:
+            if holder in self._holders:
+                return
+            link = await self._spawner()
+            room = layer.manifest.bytes + layer.manifest.bytes // 4 + 64 * MIB
+            request = {"hold": str(layer.tree), "memory_bytes": room, "pids": 2, "ttl_s": 1e9}
+            reader, self._holders[holder] = await asyncio.open_connection(sock=await link.create(holder, request))
+            with suppress(asyncio.IncompleteReadError, ConnectionError):
+                await read_frame(reader)
+
     async def close(self) -> None:
         """Kills every sandbox with reason "closed" and ends the spawner. Idempotent."""
         self._closed = True
+        self._shelf.close()
         self._gate.refuse_all(SandboxError("the pool is closed"))
         for sandbox in list(self._alive.values()):
             if sandbox is not None:
@@ -163,6 +214,8 @@ class SandboxPool:
             return self._link
 
     def _on_gone(self, sandbox_id: str, reason: str) -> None:
+        if sandbox_id in self._holders:
+            self._holders.pop(sandbox_id).close()
         if sandbox_id not in self._alive:
             return
         sandbox = self._alive.pop(sandbox_id)

@@ -17,6 +17,7 @@ from venusrl.sandbox.namespaces import (
     MS_NOSUID,
     MS_PRIVATE,
     MS_REC,
+    attach,
     mount,
     pivot_to,
     set_mount_flags,
@@ -57,7 +58,29 @@ def open_python(prefix: str | None) -> int | None:
     return os.open(prefix, os.O_PATH | os.O_DIRECTORY)
 
 
-def enter(hostname: str, disk_bytes: int, python_fd: int | None, python_prefix: str | None) -> None:
+class Layer:
+    """Files that /workspace begins with.
+
+    Args:
+      fd: of their directory, or of a mount of it that is attached nowhere.
+      is_mount: which of the two.
+      writable: they are being made, and written themselves. Else their pages are shared with everything that has them,
+        and what is written goes to the sandbox's own tmpfs.
+    """
+
+    def __init__(self, fd: int, is_mount: bool, writable: bool):
+        self.fd = fd
+        self.is_mount = is_mount
+        self.writable = writable
+
+
+def enter(
+    hostname: str,
+    disk_bytes: int,
+    python_fd: int | None,
+    python_prefix: str | None,
+    layer: Layer | None = None,
+) -> None:
     """Builds the tree and makes it the root. OSError names the step that the host refused."""
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     options = f"size={disk_bytes},nr_inodes={_MAX_INODES},mode=755"
@@ -76,6 +99,8 @@ def enter(hostname: str, disk_bytes: int, python_fd: int | None, python_prefix: 
     for name, target, mode in (("workspace", "workspace", 0o755), ("tmp", "tmp", 0o1777), ("shm", "dev/shm", 0o1777)):
         os.chown(f"{_STAGE}/{name}", USER_ID, USER_ID)
         os.chmod(f"{_STAGE}/{name}", mode)
+        if name == "workspace" and layer is not None:
+            _mount_layer(layer)
         mount(f"{_STAGE}/{name}", f"{_ROOT}/{target}", None, MS_BIND)
     set_mount_flags(_ROOT, _READ_ONLY, recursive=False)
     pivot_to(_ROOT)
@@ -84,6 +109,25 @@ def enter(hostname: str, disk_bytes: int, python_fd: int | None, python_prefix: 
 def _bind(source: str, target: str, attributes: int) -> None:
     mount(source, target, None, MS_BIND | MS_REC)
     set_mount_flags(target, attributes, recursive=True)
+
+
+def _mount_layer(layer: Layer) -> None:
+    """Mounts the layer, and over it what is the sandbox's own, at the workspace; one to be written is there itself."""
+    for name in ("layer", "upper", "work"):
+        os.mkdir(f"{_STAGE}/{name}", 0o755)
+        os.chown(f"{_STAGE}/{name}", USER_ID, USER_ID)
+    target = f"{_STAGE}/workspace" if layer.writable else f"{_STAGE}/layer"
+    if layer.is_mount:
+        attach(layer.fd, target)
+    else:
+        mount(f"/proc/self/fd/{layer.fd}", target, None, MS_BIND)
+        flags = MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | (0 if layer.writable else MOUNT_ATTR_RDONLY)
+        set_mount_flags(target, flags, recursive=False)
+    os.close(layer.fd)
+    if layer.writable:
+        return
+    parts = f"lowerdir={_STAGE}/layer,upperdir={_STAGE}/upper,workdir={_STAGE}/work,userxattr"
+    mount("overlay", f"{_STAGE}/workspace", "overlay", MS_NOSUID | MS_NODEV, parts)
 
 
 def _bind_host_programs() -> None:

@@ -5,7 +5,8 @@ forks in a fraction of a millisecond. It ends, and with it every sandbox, when i
 control socket, or when the owner's pidfd says so (a fork of the owner could hold the socket open).
 
 Messages are JSON, one a packet (SOCK_SEQPACKET).
-  in:  create {id, disk_bytes, file_bytes, memory_bytes, pids, output_bytes, ttl_s, env}; kill {id, reason}
+  in:  create {id, disk_bytes, file_bytes, memory_bytes, pids, output_bytes, ttl_s, env, layer, build},
+       or a holder of a layer: create {id, memory_bytes, pids, ttl_s, hold}; kill {id, reason}
   out: hello {mode, cgroups, seccomp}; created {id, pid} with the agent's socket; refused {id, error};
        gone {id, reason}
 """
@@ -21,12 +22,14 @@ import time
 
 from venusrl.sandbox import limits, namespaces, rootfs, seccomp
 from venusrl.sandbox.agent import Agent
+from venusrl.sandbox.holder import hold
 from venusrl.sandbox.wire import pack
 
 PACKET_BYTES = 1 << 17
 # Host users given to sandboxes: 64 Ki each, in a range no distribution assigns.
 _FIRST_USER, _USERS, _RANGES = 0x70000000, 65536, 3072
 _REMOVE_RETRY_S = 0.02
+_LONGEST_POLL_S = 3600.0  # poll(2) takes no more than 2^31 ms, and a ttl may be longer
 _USER_NAMESPACE_FIX = (
     "this host does not let this process make a sandbox. Run as root, or allow unprivileged user namespaces: "
     "sysctl user.max_user_namespaces > 0, kernel.unprivileged_userns_clone=1 (Debian), "
@@ -103,7 +106,7 @@ class Spawner:
         waits = [box.expires - time.monotonic() for box in self._boxes.values() if box.reason is None]
         if self._unremoved:
             waits.append(_REMOVE_RETRY_S)
-        return max(0.0, min(waits)) * 1000.0 + 0.5 if waits else None
+        return max(0.0, min([*waits, _LONGEST_POLL_S])) * 1000.0 + 0.5 if waits else None
 
     def _serve(self, message: dict) -> None:
         if message["op"] == "create":
@@ -161,7 +164,8 @@ class Spawner:
             group = self._cgroups.make(request["id"], request["memory_bytes"], request["pids"])
             ours, theirs = socket.socketpair()
             with ours, theirs:
-                pid = self._fork(request, group, theirs)
+                fork = self._fork_holder if request.get("hold") else self._fork
+                pid = fork(request, group, theirs)
                 box = _Box(request["id"], pid, group, time.monotonic() + request["ttl_s"])
                 self._boxes[box.pidfd] = box
                 self._poll.register(box.pidfd, select.POLLIN)
@@ -176,24 +180,44 @@ class Spawner:
             self._tell({"event": "refused", "id": request["id"], "error": text})
 
     def _fork(self, request: dict, group: limits.Group, agent_end: socket.socket) -> int:
-        gate_read, gate_write = os.pipe2(os.O_CLOEXEC)
-        try:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
             pid = namespaces.clone(namespaces.SANDBOX_NAMESPACES)
             if pid == 0:
-                os.close(gate_write)
-                self._become_agent(request, group.oom_fd, agent_end, gate_read)
+                ours.close()
+                self._become_agent(request, group.oom_fd, agent_end, theirs)
             try:
                 group.join(pid)
                 self._map_users(pid)
-                os.write(gate_write, b"1")
+                mapped = request["layer"] is not None and self._range_mode
+                layers = [self._map_layer(pid, request["layer"], request["build"])] if mapped else []
+                socket.send_fds(ours, [b"1"], layers)
+                for layer in layers:
+                    os.close(layer)
             except OSError:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
                 raise
             return pid
+
+    def _fork_holder(self, request: dict, group: limits.Group, holder_end: socket.socket) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            group.join(os.getpid())
+            os.close(self._life_write)
+            hold(request["hold"], self._keep_only(holder_end), self._life_read)
         finally:
-            os.close(gate_read)
-            os.close(gate_write)
+            os._exit(0)
+
+    def _map_layer(self, pid: int, path: str, writable: bool) -> int:
+        """A template's files for the sandbox of process `pid`: owned by its users, whoever they are on the host."""
+        users = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return namespaces.mapped_mount(path, users, writable)
+        finally:
+            os.close(users)
 
     def _map_users(self, pid: int) -> None:
         """Gives the new user namespace its users, from outside, as the kernel demands."""
@@ -208,14 +232,15 @@ class Spawner:
 
     # In the new process
 
-    def _become_agent(self, request: dict, oom_fd: int | None, control: socket.socket, gate_read: int) -> None:
+    def _become_agent(self, request: dict, oom_fd: int | None, control: socket.socket, gate: socket.socket) -> None:
         """Never returns. A step that fails is reported to the owner on the agent's socket."""
         try:
             os.close(self._life_write)
-            if os.read(gate_read, 1) != b"1":
+            go, layer, _, _ = socket.recv_fds(gate, 1, 1)
+            if go != b"1":
                 return
-            control = self._keep_only(control, oom_fd)
-            self._confine(request)
+            control = self._keep_only(control, oom_fd, *layer)
+            self._confine(request, *layer)
             data_bytes = None if self._cgroups.report["memory"] else request["memory_bytes"]
             limits.limit_agent(request["file_bytes"], data_bytes)
             Agent(control, self._life_read, oom_fd, request["pids"], request["output_bytes"], request["env"]).serve()
@@ -224,9 +249,9 @@ class Spawner:
         finally:
             os._exit(0)
 
-    def _keep_only(self, control: socket.socket, oom_fd: int | None) -> socket.socket:
+    def _keep_only(self, control: socket.socket, *fds: int | None) -> socket.socket:
         """Closes the spawner's descriptors: its control socket, its pidfds, other sandboxes' counters."""
-        keep = sorted(fd for fd in (control.fileno(), self._life_read, oom_fd) if fd is not None)
+        keep = sorted(fd for fd in (control.fileno(), self._life_read, *fds) if fd is not None)
         null = os.open("/dev/null", os.O_RDWR)
         for fd in (0, 1, 2):
             os.dup2(null, fd)
@@ -237,7 +262,7 @@ class Spawner:
         os.closerange(low, os.sysconf("SC_OPEN_MAX"))
         return control
 
-    def _confine(self, request: dict) -> None:
+    def _confine(self, request: dict, layer: int | None = None) -> None:
         os.setsid()
         os.umask(0o022)
         prefix = self._python_prefix
@@ -247,7 +272,12 @@ class Spawner:
             os.setresgid(0, 0, 0)
             os.setresuid(0, 0, 0)
         namespaces.set_hostname(request["id"])
-        rootfs.enter(request["id"], request["disk_bytes"], python_fd, prefix)
+        files = None
+        if layer is not None:
+            files = rootfs.Layer(layer, True, request["build"])
+        elif request["layer"] is not None:  # the files are this user's, as the sandbox is
+            files = rootfs.Layer(os.open(request["layer"], os.O_PATH | os.O_DIRECTORY), False, request["build"])
+        rootfs.enter(request["id"], request["disk_bytes"], python_fd, prefix, files)
         namespaces.drop_bounding_set()
         if self._range_mode:
             os.setresgid(rootfs.USER_ID, rootfs.USER_ID, rootfs.USER_ID)

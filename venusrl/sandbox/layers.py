@@ -1,0 +1,268 @@
+"""Built templates: the files that sandboxes begin with, made once, kept under a key of what made them, never changed.
+
+A layer is a folder `<key>` with `tree`, its files, and `manifest.json`. It is used under a shared lock of the kernel's,
+which ends with the process that holds it, and deleted under an exclusive one.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import stat
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from venusrl.core.errors import SandboxError
+from venusrl.sandbox.contract import Template
+from venusrl.sandbox.holder import walk
+
+USER_ID = 1000  # owner of a layer's files, as rootfs.USER_ID
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is written beside a layer's files.
+
+    Attributes:
+      key: sha256 of what the layer was made from.
+      name: of the template that was built first.
+      digest: sha256 over the files: paths, kinds, modes, contents.
+      files, bytes: number of entries, and of bytes in regular files.
+      setup, lowers, tenant: as in the template.
+      format: of this record.
+    """
+
+    key: str
+    name: str
+    digest: str
+    files: int
+    bytes: int
+    setup: tuple[str, ...]
+    lowers: tuple[str, ...]
+    tenant: str
+    format: int = _FORMAT
+
+
+def default_folder() -> Path:
+    """Where layers are kept unless told otherwise: `$XDG_STATE_HOME/venusrl/templates`, below ~/.local/state else."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "venusrl/templates"
+
+
+class Layer:
+    """A layer in use. Close it, or end the process, to let it be deleted.
+
+    Attributes:
+      manifest: what it is.
+      tree: folder of its files.
+    """
+
+    def __init__(self, manifest: Manifest, folder: Path, lock: int):
+        self.manifest = manifest
+        self.tree = folder / "tree"
+        self._lock: int | None = lock
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+class LayerStore:
+    """Layers in one folder, which processes may share."""
+
+    def __init__(self, folder: str | os.PathLike):
+        self.folder = Path(folder)
+
+    def key(self, template: Template) -> str:
+        """Names what the template's layer is made of: its lower directories as they are now, and its set-up.
+
+        Raises:
+          SandboxError: a lower directory is none.
+        """
+        for lower in template.lowers:
+            if not os.path.isdir(lower):
+                raise SandboxError(f"Template.lowers: {lower!r} is no directory; fix the path")
+        parts = {
+            "format": _FORMAT,
+            "lowers": [_digest(Path(lower))[0] for lower in template.lowers],
+            "setup": list(template.setup),
+            "env": dict(sorted(template.env.items())) if template.setup else {},
+            "tenant": template.tenant,
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def open(self, key: str) -> Layer | None:
+        """The layer, from now on in use; None where it is not built.
+
+        Raises:
+          SandboxError: it is damaged.
+        """
+        folder = self.folder / key
+        try:
+            lock = os.open(folder / "manifest.json", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if os.fstat(lock).st_nlink == 0:  # deleted while we waited
+                os.close(lock)
+                return None
+            manifest = _manifest(folder)
+            files, size = _count(folder / "tree")
+            if (files, size) != (manifest.files, manifest.bytes):
+                raise SandboxError(
+                    f"template {key[:12]} is damaged: {files} files of {size} bytes, where its manifest says "
+                    f"{manifest.files} of {manifest.bytes}; delete {folder} and build it again"
+                )
+            return Layer(manifest, folder, lock)
+        except BaseException:
+            os.close(lock)
+            raise
+
+    def stage(self, template: Template, key: str) -> Path:
+        """A new folder with a copy of the template's lower directories, later ones over earlier, in its `tree`."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._sweep()
+        folder = self.folder / f".{key}.{os.getpid()}"
+        tree = folder / "tree"
+        shutil.rmtree(folder, ignore_errors=True)
+        tree.mkdir(parents=True)
+        for lower in template.lowers:
+            shutil.copytree(lower, tree, symlinks=True, dirs_exist_ok=True)
+        _own(tree)
+        return folder
+
+    def finish(self, template: Template, key: str, staged: Path) -> None:
+        """What was staged becomes the layer; where another process was faster, its layer stands."""
+        tree = staged / "tree"
+        _own(tree)
+        digest, files, size = _digest(tree)
+        manifest = Manifest(key, template.name, digest, files, size, template.setup, template.lowers, template.tenant)
+        _forget_pages(tree)
+        with open(staged / "manifest.json", "w") as f:
+            json.dump(asdict(manifest), f, indent=1)
+            f.flush()
+            os.fsync(f.fileno())
+        try:
+            os.rename(staged, self.folder / key)
+        except OSError:
+            if not (self.folder / key / "manifest.json").exists():
+                raise
+            shutil.rmtree(staged)
+
+    def discard(self, staged: Path) -> None:
+        """Forgets what was staged."""
+        shutil.rmtree(staged, ignore_errors=True)
+
+    def list(self) -> list[Manifest]:
+        """Those that are built, by name."""
+        if not self.folder.is_dir():
+            return []
+        built = [path for path in self.folder.iterdir() if (path / "manifest.json").exists()]
+        found = [_manifest(path) for path in built if not path.name.startswith(".")]
+        return sorted(found, key=lambda manifest: (manifest.name, manifest.key))
+
+    def find(self, prefix: str) -> Manifest:
+        """The one whose name, or the beginning of whose key, is `prefix`.
+
+        Raises:
+          SandboxError: there is none, or more than one.
+        """
+        found = [m for m in self.list() if m.name == prefix or (prefix and m.key.startswith(prefix))]
+        if len(found) == 1:
+            return found[0]
+        names = ", ".join(f"{m.name} ({m.key[:12]})" for m in found or self.list()) or "none"
+        what = "several templates are called" if found else "no template is called"
+        raise SandboxError(f"{what} {prefix!r} in {self.folder}; there {'are' if found else 'is'}: {names}")
+
+    def verify(self, key: str) -> None:
+        """Raises SandboxError unless every file is as it was built."""
+        manifest = _manifest(self.folder / key)
+        digest, files, _ = _digest(self.folder / key / "tree")
+        if digest != manifest.digest:
+            raise SandboxError(
+                f"template {key[:12]} is damaged: its {files} files are not those that were built; "
+                f"delete {self.folder / key} and build it again"
+            )
+
+    def delete(self, key: str) -> None:
+        """Raises SandboxError while a process uses it."""
+        folder = self.folder / key
+        lock = os.open(folder / "manifest.json", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SandboxError(f"template {key[:12]} is in use; end its sandboxes, then delete it") from None
+        else:
+            (folder / "manifest.json").unlink()
+            shutil.rmtree(folder)
+        finally:
+            os.close(lock)
+
+    def _sweep(self) -> None:
+        """Removes what builders that are gone have left."""
+        for folder in self.folder.glob(".*.*"):
+            pid = folder.name.rpartition(".")[2]
+            if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
+                shutil.rmtree(folder, ignore_errors=True)
+        for folder in self.folder.iterdir():
+            if not folder.name.startswith(".") and not (folder / "manifest.json").exists():
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _manifest(folder: Path) -> Manifest:
+    try:
+        record = json.loads((folder / "manifest.json").read_text())
+        if record.get("format") != _FORMAT:
+            raise ValueError(f"format {record.get('format')!r} is not {_FORMAT}")
+        return Manifest(**{**record, "setup": tuple(record["setup"]), "lowers": tuple(record["lowers"])})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SandboxError(f"the manifest of {folder} is damaged ({error}); delete it and build again") from None
+
+
+def _count(tree: Path) -> tuple[int, int]:
+    entries = [info for _, info in walk(tree)]
+    return len(entries), sum(info.st_size for info in entries if stat.S_ISREG(info.st_mode))
+
+
+def _digest(tree: Path) -> tuple[str, int, int]:
+    """(sha256 over paths, kinds, modes and contents; entries; bytes of regular files)."""
+    whole, files, size = hashlib.sha256(), 0, 0
+    for path, info in walk(tree):
+        content = ""
+        if stat.S_ISREG(info.st_mode):
+            with open(tree / path, "rb") as f:
+                content = hashlib.file_digest(f, "sha256").hexdigest()
+            size += info.st_size
+        elif stat.S_ISLNK(info.st_mode):
+            content = os.readlink(tree / path)
+        mode = 0 if stat.S_ISLNK(info.st_mode) else info.st_mode
+        whole.update(json.dumps([path, mode, content]).encode())
+        files += 1
+    return whole.hexdigest(), files, size
+
+
+def _forget_pages(tree: Path) -> None:
+    """Nobody pays for the files' pages in memory any more; who touches one next does."""
+    for path, info in walk(tree):
+        if stat.S_ISREG(info.st_mode):
+            with open(tree / path, "rb") as f:
+                os.fsync(f.fileno())
+                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _own(tree: Path) -> None:
+    """Files belong to the sandbox's user, as far as this process may give them away; what is no file, directory or link
+    goes, and so do set-user-id bits."""
+    for path in [tree, *[tree / name for name, _ in walk(tree)]]:
+        info = os.lstat(path)
+        if not (stat.S_ISREG(info.st_mode) or stat.S_ISDIR(info.st_mode) or stat.S_ISLNK(info.st_mode)):
+            os.unlink(path)
+            continue
+        if os.geteuid() == 0 and (info.st_uid, info.st_gid) != (USER_ID, USER_ID):
+            os.chown(path, USER_ID, USER_ID, follow_symlinks=False)
+        if stat.S_IMODE(info.st_mode) & (stat.S_ISUID | stat.S_ISGID) and not stat.S_ISLNK(info.st_mode):
+            os.chmod(path, stat.S_IMODE(info.st_mode) & ~(stat.S_ISUID | stat.S_ISGID))

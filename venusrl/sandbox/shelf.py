@@ -1,0 +1,59 @@
+"""The layers that one pool uses: found or built when a template first needs them, in use until the pool closes."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from venusrl.core.errors import SandboxError
+from venusrl.sandbox.contract import Template
+from venusrl.sandbox.layers import Layer, LayerStore
+
+
+class Shelf:
+    """Args:
+    store: where layers are.
+    build: runs a template's set-up in a folder that has its lower directories.
+    """
+
+    def __init__(self, store: LayerStore, build: Callable[[Template, Path], Awaitable[None]]):
+        self.store = store
+        self._build = build
+        self._keys: dict[tuple, str] = {}
+        self._layers: dict[str, Layer] = {}
+        self._locks: dict[tuple, asyncio.Lock] = {}
+
+    async def layer(self, template: Template) -> Layer:
+        """The template's layer, from now on in use.
+
+        Raises:
+          SandboxError: it cannot be built, or is damaged.
+        """
+        recipe = (template.lowers, template.setup, tuple(sorted(template.env.items())), template.tenant)
+        async with self._locks.setdefault(recipe, asyncio.Lock()):
+            key = self._keys.get(recipe)
+            if key is None:
+                key = self._keys[recipe] = await asyncio.to_thread(self.store.key, template)
+            if key not in self._layers:
+                found = await asyncio.to_thread(self.store.open, key)
+                self._layers[key] = found or await self._make(template, key)
+            return self._layers[key]
+
+    async def _make(self, template: Template, key: str) -> Layer:
+        staged = await asyncio.to_thread(self.store.stage, template, key)
+        try:
+            if template.setup:
+                await self._build(template, staged / "tree")
+            await asyncio.to_thread(self.store.finish, template, key, staged)
+        except BaseException:
+            await asyncio.to_thread(self.store.discard, staged)
+            raise
+        layer = await asyncio.to_thread(self.store.open, key)
+        if layer is None:
+            raise SandboxError(f"template {template.name!r} was deleted as soon as it was built; create again")
+        return layer
+
+    def close(self) -> None:
+        """The layers may be deleted."""
+        for layer in self._layers.values():
+            layer.close()
+        self._layers.clear()
