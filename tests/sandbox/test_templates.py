@@ -181,6 +181,8 @@ async def test_shared_pages_are_charged_to_no_sandbox(pool, needs_memory_cgroup)
     holder = [name for name in charged if name.startswith("layer-")]
     assert len(holder) == 1 and charged[holder[0]] >= 50_000_000
     assert all(charged[sandbox.id] < 6_000_000 for sandbox in sandboxes)
+    measured = await pool.usage()
+    assert all(measured[sandbox.id].shared == 50_000_000 for sandbox in sandboxes)
     await sandboxes[0].exec("echo >> big", timeout_s=10)  # a private copy does not fit its disk
     assert (await sandboxes[0].exec("stat -c %s big")).text == "50000000\n"
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 from venusrl.sandbox import files
-from venusrl.sandbox.job import Job
+from venusrl.sandbox.job import Job, Spare
 from venusrl.sandbox.limits import process_limit, read_oom_kills
 from venusrl.sandbox.tree import outside
 from venusrl.sandbox.watch import Watcher
@@ -28,6 +28,7 @@ WORKSPACE = "/workspace"
 _MAX_OLD_PIPES = 32
 _MAX_ENDED = 32  # started commands whose ends are remembered
 _KILL_WAIT_S = 10.0
+_SPARE_S = 5.0  # that a shell waits for the next command
 _LONGEST_POLL_S = 3600.0  # poll(2) takes no more than 2^31 ms
 _SHOWN_BYTES = 80  # of a script, in the list of processes
 
@@ -52,6 +53,8 @@ class Agent:
         self._environment = environment
         self._jobs: dict[int, Job] = {}
         self._ended: dict[int, tuple[dict, bytes]] = {}  # how started commands ended
+        self._spare: Spare | None = None
+        self._spare_until = 0.0
         self._paused_at: float | None = None
         self._old_pipes: list[int] = []
         self._watcher: Watcher | None = None
@@ -99,9 +102,13 @@ class Agent:
             elif self._paused_at is None and job.due() is not None and now >= job.due():
                 quiet = job.silent_s is not None and now >= job.last_output + job.silent_s
                 self._stop(job, "silent" if quiet else "deadline")
+        if self._spare is not None and now >= self._spare_until:
+            self._drop_spare()
 
     def _poll_ms(self) -> float | None:
         due = [job.due() for job in self._jobs.values() if job.due() is not None]
+        if self._spare is not None:
+            due.append(self._spare_until)
         if not due or self._paused_at is not None:
             return None
         return min(max(0.0, min(due) - time.monotonic()), _LONGEST_POLL_S) * 1000.0 + 0.5
@@ -119,13 +126,40 @@ class Agent:
 
     def _serve_exec(self, header: dict, body: bytes):
         before = read_oom_kills(self._oom_fd)
-        job = Job(header, body, self._process_limit, self._environment, self._output_bytes)
+        job = self._begin(header, body)
         job.oom_kills = before
         self._jobs[job.number] = job
         self._attend(job)
         return None if job.attached else ({"pid": job.pid}, b"")
 
     _serve_start = _serve_exec
+
+    def _begin(self, header: dict, body: bytes) -> Job:
+        """A new job; on the spare shell, where that fits and has not been killed."""
+        arguments = header, body, self._process_limit, self._environment, self._output_bytes
+        self._reap()
+        spare = self._spare
+        if spare is not None and Spare.fits(header, body):
+            self._spare = None
+            try:
+                return Job(*arguments, spare)
+            except OSError:
+                spare.close()
+        return Job(*arguments)
+
+    def _prepare(self) -> None:
+        """A spare shell for what comes next; one that is not used ends after a while."""
+        self._spare_until = time.monotonic() + _SPARE_S
+        if self._spare is None and self._paused_at is None:
+            try:
+                self._spare = Spare(self._process_limit, self._environment)
+            except OSError:
+                self._spare = None  # no room: the next command finds out itself
+
+    def _drop_spare(self) -> None:
+        if self._spare is not None:
+            self._spare.close()
+            self._spare = None
 
     def _serve_cancel(self, header: dict, body: bytes):
         job = self._jobs.get(header["job"])
@@ -292,7 +326,9 @@ class Agent:
         }
         output = job.capture.result()
         self._send(end, output)
-        if not job.attached:
+        if job.attached:
+            self._prepare()
+        else:
             self._ended[job.number] = end, output
             if len(self._ended) > _MAX_ENDED:
                 del self._ended[next(iter(self._ended))]
@@ -336,6 +372,8 @@ class Agent:
             for job in self._jobs.values():
                 if job.pid == pid:
                     job.status = status
+            if self._spare is not None and self._spare.pid == pid:
+                self._drop_spare()
 
     def _drain_old(self, fd: int) -> None:
         try:

@@ -17,6 +17,46 @@ SHELL = "/bin/bash"
 _BOOT = 'ulimit -u %d; echo 1000 >/proc/self/oom_score_adj; eval -- "$(</proc/self/fd/3)" 3<&-'
 _BOOT_IN = 'cd -- "$1" || exit; shift; ' + _BOOT
 READ_BYTES = 64 * 1024
+SPARE_SCRIPT_BYTES = 32 * 1024
+
+
+class Spare:
+    """A shell that has started and waits for its script: most of what a short command takes is the start of bash.
+
+    Attributes: pid; output: descriptor of its stdout and stderr.
+    """
+
+    def __init__(self, process_limit: int, environment: dict):
+        null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+        self.output, write = os.pipe2(os.O_CLOEXEC)
+        script, self._script = os.pipe2(os.O_CLOEXEC)
+        try:
+            targets = ((null, 0), (write, 1), (write, 2), (script, 3))
+            actions = [(os.POSIX_SPAWN_DUP2, source, target) for source, target in targets]
+            self.pid = _spawn(_BOOT % process_limit, [], environment, actions)
+        except OSError:
+            self.close()
+            raise
+        finally:
+            for fd in (null, write, script):
+                os.close(fd)
+
+    @staticmethod
+    def fits(header: dict, body: bytes) -> bool:
+        """Whether a request is for the plain kind of shell that this is, with a script that its pipe holds."""
+        plain = header["op"] == "exec" and not header["env"] and header["cwd"] is None
+        return plain and len(body) == header["script_bytes"] <= SPARE_SCRIPT_BYTES
+
+    def begin(self, script: bytes) -> None:
+        """OSError where it has ended."""
+        os.write(self._script, script)
+        os.close(self._script)
+        self._script = -1
+
+    def close(self) -> None:
+        """It ends, for its script is empty."""
+        for fd in {self.output, self._script} - {-1}:
+            os.close(fd)
 
 
 class Job:
@@ -32,7 +72,15 @@ class Job:
     status: of waitpid, once the shell has ended.
     """
 
-    def __init__(self, header: dict, body: bytes, process_limit: int, environment: dict, output_bytes: int):
+    def __init__(
+        self,
+        header: dict,
+        body: bytes,
+        process_limit: int,
+        environment: dict,
+        output_bytes: int,
+        spare: Spare | None = None,
+    ):
         self.number = header["id"]
         self.attached = header["op"] == "exec"
         self.started = self.last_output = time.monotonic()
@@ -46,6 +94,11 @@ class Job:
         self.stdin = -1
         self.unsent: list[tuple[int, bytes | None]] = []
         self.script = body[:80]
+        if spare is not None:
+            self.outputs[spare.output], self.pid = "output", spare.pid
+            os.set_blocking(spare.output, False)
+            spare.begin(body)
+            return
         cut = header["script_bytes"]
         opened: list[int] = []
         try:
@@ -55,15 +108,8 @@ class Job:
             else:
                 actions = self._pipes(header, body[cut:], opened)
             boot, cwd = (_BOOT, []) if header["cwd"] is None else (_BOOT_IN, ["bash", _directory(header["cwd"])])
-            # Without copying this process (vfork); every other descriptor closes on exec.
-            self.pid = os.posix_spawn(
-                SHELL,
-                ["bash", "-c", boot % process_limit, *cwd],
-                {**environment, **header["env"]},
-                file_actions=[*actions, (os.POSIX_SPAWN_DUP2, script, 3)],
-                setsid=True,
-                setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
-            )
+            actions.append((os.POSIX_SPAWN_DUP2, script, 3))
+            self.pid = _spawn(boot % process_limit, cwd, {**environment, **header["env"]}, actions)
         except OSError:
             self.close()
             raise
@@ -189,6 +235,18 @@ class Job:
         for fd in {*self.outputs, self.stdin} - {-1}:
             os.close(fd)
         self.outputs, self.stdin = {}, -1
+
+
+def _spawn(boot: str, arguments: list[str], environment: dict, actions: list[tuple]) -> int:
+    """Starts a shell without copying this process (vfork); every other descriptor closes on exec."""
+    return os.posix_spawn(
+        SHELL,
+        ["bash", "-c", boot, *arguments],
+        environment,
+        file_actions=actions,
+        setsid=True,
+        setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
+    )
 
 
 def _directory(path: str) -> str:

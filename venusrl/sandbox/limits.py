@@ -62,12 +62,21 @@ class Hierarchy:
             return None
         return "memory.oom_control" if self.version == 1 else "memory.events"
 
+    @property
+    def usage_files(self) -> tuple[str, str]:
+        """The files of a group with the bytes charged, and with those of the kernel's among them."""
+        if self.version == 1:
+            return "memory.usage_in_bytes", "memory.kmem.usage_in_bytes"
+        return "memory.current", "memory.stat"
+
 
 class Group:
     """The cgroups of one sandbox."""
 
-    def __init__(self, directories: list[str], oom_path: str | None):
+    def __init__(self, directories: list[str], oom_path: str | None, usage_paths: tuple[str, ...] = ()):
         self._directories = directories
+        self._usage_paths = usage_paths
+        self._usage_fds: list[int] = []
         self.oom_fd = None if oom_path is None else os.open(oom_path, os.O_RDONLY | os.O_CLOEXEC)
 
     def join(self, pid: int) -> None:
@@ -79,8 +88,21 @@ class Group:
         """Processes of the group that the kernel killed for its memory limit so far."""
         return read_oom_kills(self.oom_fd)
 
+    def usage(self) -> tuple[int, int] | None:
+        """(bytes charged, of them bytes of the kernel's); None where no cgroup counts them."""
+        if not self._usage_paths:
+            return None
+        if not self._usage_fds:
+            self._usage_fds = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in self._usage_paths]
+        charged, kernel = (os.pread(fd, 4096, 0) for fd in self._usage_fds)
+        lines = (line.split() for line in kernel.splitlines())
+        return int(charged), int(kernel) if kernel.strip().isdigit() else int(dict(lines).get(b"kernel", 0))
+
     def remove(self) -> bool:
         """Removes the directories; False if the kernel still holds one, then try again shortly."""
+        for fd in self._usage_fds:
+            os.close(fd)
+        self._usage_fds = []
         if self.oom_fd is not None:
             os.close(self.oom_fd)
             self.oom_fd = None
@@ -115,7 +137,7 @@ class Cgroups:
 
     def make(self, name: str, memory_bytes: int, pids: int) -> Group:
         """The groups of a new sandbox, limits set. OSError if the kernel refuses one."""
-        directories, oom_path = [], None
+        directories, oom_path, usage_paths = [], None, ()
         for hierarchy in self.hierarchies:
             directory = f"{hierarchy.directory}/{name}"
             os.mkdir(directory)
@@ -125,7 +147,8 @@ class Cgroups:
                     _write(f"{directory}/{file}", value)
             if hierarchy.oom_file is not None:
                 oom_path = f"{directory}/{hierarchy.oom_file}"
-        return Group(directories, oom_path)
+                usage_paths = tuple(f"{directory}/{file}" for file in hierarchy.usage_files)
+        return Group(directories, oom_path, usage_paths)
 
     def close(self) -> bool:
         """Removes the spawner's own directories, after all its groups; False if the kernel still holds one."""

@@ -39,6 +39,8 @@ class SpawnerLink:
         self._hello: asyncio.Future[dict] = self._loop.create_future()
         self._creating: dict[str, asyncio.Future[socket.socket]] = {}
         self._ending: dict[str, asyncio.Event] = {}
+        self._usage: dict[str, tuple[int, int]] = {}
+        self._measuring: asyncio.Future[dict[str, tuple[int, int]]] | None = None
         self.process_id = process.pid
         self.report: dict = {}
         self.closed = asyncio.Event()
@@ -90,6 +92,21 @@ class SpawnerLink:
             raise
         return await future
 
+    async def usage(self) -> dict[str, tuple[int, int]]:
+        """(bytes charged, of them the kernel's) by sandbox and holder; empty where no cgroup counts them.
+
+        Raises:
+          SandboxError: the spawner is gone.
+        """
+        if self._measuring is None:
+            self._measuring = self._loop.create_future()
+            try:
+                await self._tell({"op": "usage"})
+            except SandboxError:
+                self._measuring = None
+                raise
+        return await asyncio.shield(self._measuring)
+
     async def end(self, sandbox_id: str, reason: str) -> None:
         """Kills a sandbox; returns when its processes are gone. Nothing happens if they are already."""
         gone = self._ending.get(sandbox_id)
@@ -140,6 +157,11 @@ class SpawnerLink:
             self._hello.set_result({key: message[key] for key in ("mode", "cgroups", "seccomp")})
         elif event == "gone":
             self._forget(sandbox_id, message["reason"])
+        elif event == "usage":
+            self._usage |= {name: (charged, kernel) for name, charged, kernel in message["rows"]}
+            if message["last"]:
+                self._measuring.set_result(self._usage)
+                self._usage, self._measuring = {}, None
         else:
             self._answer_create(sandbox_id, message, fds)
 
@@ -175,5 +197,8 @@ class SpawnerLink:
             if not future.done():
                 future.set_exception(SandboxError("the spawner died during create"))
         self._creating.clear()
+        if self._measuring is not None and not self._measuring.done():
+            self._measuring.set_exception(SandboxError("the spawner is gone"))
+            self._measuring.exception()  # seen: who asked may have been cancelled
         for sandbox_id in list(self._ending):
             self._forget(sandbox_id, "node-lost")

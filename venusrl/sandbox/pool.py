@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from venusrl.core.errors import ConfigError, SandboxCapacity, SandboxError
+from venusrl.sandbox.accounting import History, Usage
 from venusrl.sandbox.client import ProcessSandbox
 from venusrl.sandbox.contract import MIB, WORKSPACE, Template
 from venusrl.sandbox.gate import Gate
@@ -20,6 +21,7 @@ from venusrl.sandbox.rootfs import PYTHON_HOME
 from venusrl.sandbox.shelf import Shelf
 from venusrl.sandbox.wire import read_frame
 
+HISTORY_S = 60.0  # of memory that is remembered of a sandbox
 HOLDER = "layer-"  # beginning of the id of a process that holds a layer
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -66,6 +68,9 @@ class SandboxPool:
         self._shelf = Shelf(LayerStore(default_folder() if templates is None else templates), self._build)
         self._holders: dict[str, asyncio.StreamWriter] = {}
         self._hold_lock = asyncio.Lock()
+        self._layer_bytes: dict[str, int] = {}
+        self._shared: dict[str, int] = {}
+        self._histories: dict[str, History] = {}
         self._link: SpawnerLink | None = None
         self._link_lock = asyncio.Lock()
         self._alive: dict[str, ProcessSandbox | None] = {}
@@ -117,7 +122,30 @@ class SandboxPool:
             layer = await self._shelf.layer(template)
             await self._hold(layer)
             tree = str(layer.tree)
+            self._layer_bytes[tree] = layer.manifest.bytes
         return await self._create(template, tree, build=False)
+
+    async def usage(self) -> dict[str, Usage]:
+        """Memory of every sandbox, by id; empty where no cgroup counts it. Cheap enough to be asked every second.
+
+        Raises:
+          SandboxError: the spawner died meanwhile.
+        """
+        if self._link is None or self._link.closed.is_set():
+            return {}
+        charged = await self._link.usage()
+        now = asyncio.get_running_loop().time()
+        found = {}
+        for name, (private, kernel) in charged.items():
+            if name in self._alive:
+                found[name] = Usage(private, kernel, self._shared.get(name, 0))
+                self._histories.setdefault(name, History(HISTORY_S)).add(now, private)
+        return found
+
+    def growth(self, sandbox_id: str, window_s: float) -> int:
+        """Bytes by which a sandbox's private memory grew in the last seconds, as far as `usage` was asked meanwhile."""
+        history = self._histories.get(sandbox_id)
+        return 0 if history is None else history.growth(window_s)
 
     async def _create(self, template: Template, layer: str | None, build: bool) -> ProcessSandbox:
         try:
@@ -136,6 +164,7 @@ class SandboxPool:
             agent = await link.create(sandbox_id, self._request(template) | {"layer": layer, "build": build})
             streams = await asyncio.open_connection(sock=agent)
             sandbox = ProcessSandbox(sandbox_id, template, streams, link.end)
+            self._shared[sandbox_id] = 0 if build or layer is None else self._layer_bytes[layer]
             if sandbox_id in self._alive:
                 self._alive[sandbox_id] = sandbox
             else:
@@ -219,6 +248,8 @@ class SandboxPool:
         if sandbox_id not in self._alive:
             return
         sandbox = self._alive.pop(sandbox_id)
+        self._shared.pop(sandbox_id, None)
+        self._histories.pop(sandbox_id, None)
         if sandbox is not None:
             sandbox.mark_lost(reason)
             reason = sandbox.lost or reason

@@ -6,14 +6,16 @@ control socket, or when the owner's pidfd says so (a fork of the owner could hol
 
 Messages are JSON, one a packet (SOCK_SEQPACKET).
   in:  create {id, disk_bytes, file_bytes, memory_bytes, pids, output_bytes, ttl_s, env, layer, build},
-       or a holder of a layer: create {id, memory_bytes, pids, ttl_s, hold}; kill {id, reason}
+       or a holder of a layer: create {id, memory_bytes, pids, ttl_s, hold}; kill {id, reason}; usage
   out: hello {mode, cgroups, seccomp}; created {id, pid} with the agent's socket; refused {id, error};
-       gone {id, reason}
+       gone {id, reason}; usage {rows: [id, bytes, kernel bytes], last}
 """
 
 import errno
+import gc
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -29,6 +31,7 @@ PACKET_BYTES = 1 << 17
 # Host users given to sandboxes: 64 Ki each, in a range no distribution assigns.
 _FIRST_USER, _USERS, _RANGES = 0x70000000, 65536, 3072
 _REMOVE_RETRY_S = 0.02
+_USAGE_ROWS = 500  # in a packet
 _LONGEST_POLL_S = 3600.0  # poll(2) takes no more than 2^31 ms, and a ttl may be longer
 _USER_NAMESPACE_FIX = (
     "this host does not let this process make a sandbox. Run as root, or allow unprivileged user namespaces: "
@@ -112,10 +115,21 @@ class Spawner:
         if message["op"] == "create":
             self._create(message)
             return
+        if message["op"] == "usage":
+            self._tell_usage()
+            return
         for box in self._boxes.values():
             if box.id == message["id"]:
                 self._kill(box, message["reason"])
                 return
+
+    def _tell_usage(self) -> None:
+        """What is charged to every sandbox, in packets of a size that fits."""
+        rows = [(box.id, box.group.usage()) for box in self._boxes.values() if box.reason is None]
+        rows = [(name, *usage) for name, usage in rows if usage is not None]
+        for at in range(0, len(rows), _USAGE_ROWS):
+            self._tell({"event": "usage", "rows": rows[at : at + _USAGE_ROWS], "last": False})
+        self._tell({"event": "usage", "rows": [], "last": True})
 
     def _kill(self, box: _Box, reason: str) -> None:
         if box.reason is None:
@@ -235,6 +249,7 @@ class Spawner:
     def _become_agent(self, request: dict, oom_fd: int | None, control: socket.socket, gate: socket.socket) -> None:
         """Never returns. A step that fails is reported to the owner on the agent's socket."""
         try:
+            gc.enable()
             os.close(self._life_write)
             go, layer, _, _ = socket.recv_fds(gate, 1, 1)
             if go != b"1":
@@ -313,7 +328,14 @@ def main(arguments: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C in a terminal is the owner's affair
     control = socket.socket(fileno=int(arguments[0]))
     control.set_inheritable(False)
-    Spawner(control, arguments[1] or None).run()
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a sandbox takes a few
+    spawner = Spawner(control, arguments[1] or None)
+    # A sandbox shares this process's memory until one of the two writes: the collector does so to whatever it looks at.
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    spawner.run()
 
 
 if __name__ == "__main__":

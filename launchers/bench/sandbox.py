@@ -1,0 +1,140 @@
+"""What sandboxes cost on this host: time to make one and to run a command, memory, and how many fit.
+
+    python -m launchers.bench.sandbox
+
+Times are medians of sandboxes and commands one after another; a command comes `--think_s` after the last one ended, and
+for `exec_at_once_p50_ms` at once. `idle_mb` is what the kernel charges a sandbox that has run one command, its own pages
+and the kernel's for it (MB = 10^6 bytes). Sharing: a process in every sandbox reads 50 MB of warm state, once as its own memory, once as a file of a
+template that it maps; how many fit into a GiB is computed from what is charged, the template's one copy among it.
+`accounting_share` is the part of a core that measuring 500 sandboxes once a second takes. The last line is one JSON
+object.
+"""
+
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from absl import app, flags
+
+from venusrl.sandbox import SandboxPool, Template
+
+_ALIVE = flags.DEFINE_integer("alive", 500, "Sandboxes at once.", lower_bound=1)
+_REPEATS = flags.DEFINE_integer("repeats", 100, "Sandboxes that are made one after another.", lower_bound=1)
+_THINK_S = flags.DEFINE_float("think_s", 0.01, "Seconds between the commands of a sandbox.", lower_bound=0.0)
+_SHARED = flags.DEFINE_integer("shared", 200, "Sandboxes of the template with warm state.", lower_bound=1)
+_PRIVATE = flags.DEFINE_integer("private", 20, "Sandboxes with warm state of their own.", lower_bound=1)
+
+# A system's own interpreter where there is one: those with a shared library write 1 MB when they start.
+_PYTHON = "/usr/bin/python3" if os.path.exists("/usr/bin/python3") else "python3"
+WARM_BYTES = 50_000_000
+GIB, MB = 1 << 30, 1_000_000
+EXECS = 5  # of each of those that are made one after another
+# One process each with the warm state, all of it touched; it says so, and waits.
+_TOUCH = "for at in range(0, len(warm), 4096): warm[at]"
+_OWN = f"import os; warm = bytearray(os.urandom({WARM_BYTES})); print(1, flush=True); input()"
+_MAPPED = (
+    "import mmap; f = open('warm', 'rb'); "
+    "warm = mmap.mmap(f.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)\n"
+    f"{_TOUCH}\nprint(1, flush=True); input()"
+)
+_SETUP = f"head -c {WARM_BYTES} /dev/urandom > warm"
+
+
+async def times(pool: SandboxPool) -> dict[str, float]:
+    """Milliseconds to make a sandbox, and to run `true` in it."""
+    made, ran, at_once = [], [], []
+    for _ in range(_REPEATS.value):
+        started = time.perf_counter()
+        sandbox = await pool.create(Template("timed"))
+        made.append(time.perf_counter() - started)
+        for think_s, times in ((_THINK_S.value, ran), (0.0, at_once)):
+            for _ in range(EXECS):
+                await asyncio.sleep(think_s)
+                started = time.perf_counter()
+                await sandbox.exec("true")
+                times.append(time.perf_counter() - started)
+        await sandbox.kill()
+    return {
+        "create_p50_ms": 1e3 * statistics.median(made),
+        "create_min_ms": 1e3 * min(made),
+        "exec_p50_ms": 1e3 * statistics.median(ran),
+        "exec_min_ms": 1e3 * min(ran),
+        "exec_at_once_p50_ms": 1e3 * statistics.median(at_once),
+    }
+
+
+async def crowd(pool: SandboxPool) -> dict[str, float]:
+    """Many at once: how fast they come, what each is charged, and what it costs to ask."""
+    started = time.perf_counter()
+    sandboxes = [await pool.create(Template("crowd")) for _ in range(_ALIVE.value)]
+    rate = _ALIVE.value / (time.perf_counter() - started)
+    for sandbox in sandboxes:
+        await sandbox.exec("true")
+    usage = await pool.usage()
+    before = _cpu_s(pool.spawner_pid) + time.process_time()
+    for _ in range(20):
+        await pool.usage()
+    asked = (_cpu_s(pool.spawner_pid) + time.process_time() - before) / 20
+    charged = [u.private for u in usage.values()]
+    answers = await asyncio.gather(*(sandbox.exec("echo $HOSTNAME") for sandbox in sandboxes))
+    alive = sum(answer.text == f"{sandbox.id}\n" for answer, sandbox in zip(answers, sandboxes, strict=True))
+    return {
+        "alive": alive,
+        "creates_per_s": rate,
+        "idle_mb": statistics.mean(charged) / MB if charged else float("nan"),
+        "accounting_share": asked * 500 / _ALIVE.value,
+    }
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def charged(template: Template, script: str, count: int, templates: str) -> float:
+    """Bytes charged for each of `count` sandboxes with a process that has its warm state."""
+    async with SandboxPool(max_sandboxes=count, templates=templates) as pool:
+        for _ in range(count):
+            sandbox = await pool.create(template)
+            process = await sandbox.start(f'exec {_PYTHON} -I -S -c "{script}"', stdin=None)
+            assert (await anext(aiter(process))).data == b"1\n"
+        return statistics.mean(usage.private for usage in (await pool.usage()).values())
+
+
+def say(text: str, result: dict) -> None:
+    print(text.format(**result), flush=True)
+
+
+async def run(templates: str) -> dict:
+    """The figures, printed as they come."""
+    result: dict = {}
+    async with SandboxPool(max_sandboxes=_ALIVE.value, templates=templates) as pool:
+        host = {"mode": pool.host["mode"], "cgroups": pool.host["cgroups"]}
+        await (await pool.create(Template("first"))).kill()
+        result |= await times(pool)
+        say("create {create_p50_ms:.2f} ms ({create_min_ms:.2f} at best)", result)
+        say("exec {exec_p50_ms:.2f} ms ({exec_min_ms:.2f} at best), at once {exec_at_once_p50_ms:.2f} ms", result)
+        result |= await crowd(pool)
+        say("{alive} alive, {creates_per_s:.0f} created a second, {idle_mb:.2f} MB each when idle", result)
+        say("to ask for the memory of 500 once a second takes {accounting_share:.1%} of a core", result)
+    own = await charged(Template("own"), _OWN, _PRIVATE.value, templates)
+    warm = await charged(Template("warm", setup=(_SETUP,)), _MAPPED, _SHARED.value, templates)
+    result |= {"per_gib_private": GIB / own, "per_gib_shared": (GIB - WARM_BYTES) / warm}
+    result |= {"private_mb": own / MB, "shared_mb": warm / MB}
+    say("50 MB of warm state: {private_mb:.1f} MB each as their own, {shared_mb:.2f} MB as a template's", result)
+    say("in a GiB: {per_gib_private:.0f} and {per_gib_shared:.0f}", result)
+    return {key: round(value, 4) for key, value in result.items()} | host
+
+
+def main(argv) -> None:
+    del argv
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps(asyncio.run(run(folder))))
+
+
+if __name__ == "__main__":
+    app.run(main)
