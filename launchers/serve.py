@@ -17,12 +17,12 @@ from absl import app, flags, logging
 from launchers import system
 from launchers.configuration import check_config, define_config, parse_flags
 from venusrl.core.errors import CheckpointError, VenusError
+from venusrl.core.listening import answer, listen
 from venusrl.learner.checkpoint import Checkpointer
 from venusrl.learner.publish import publish
 from venusrl.rollout.engine.engine import Engine
 from venusrl.rollout.engine.jax_worker import JaxWorker
 from venusrl.rollout.gateway.app import Gateway
-from venusrl.rollout.listening import answer, listen
 
 _CONFIG = define_config("configs/quickstart.py", "The model, and the engine's options.")
 _WORKDIR = flags.DEFINE_string("workdir", "", "Folder of a run whose newest checkpoint is served.")

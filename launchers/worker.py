@@ -15,12 +15,12 @@ from absl import app, flags, logging
 from launchers import system
 from launchers.configuration import check_config, define_config, parse_flags
 from venusrl.core.errors import VenusError
+from venusrl.core.listening import answer, listen
 from venusrl.learner.publish import publish
 from venusrl.models import hf
 from venusrl.rollout.engine.engine import Engine
 from venusrl.rollout.engine.jax_worker import JaxWorker
 from venusrl.rollout.engine.transfer import from_bytes, to_bytes
-from venusrl.rollout.listening import answer, listen
 from venusrl.rollout.remote.server import worker_app
 
 _CONFIG = define_config("configs/quickstart.py", "The model, and the engine's options.")

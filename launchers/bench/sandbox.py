@@ -2,12 +2,12 @@
 
     python -m launchers.bench.sandbox
 
-Times are medians of sandboxes and commands one after another; a command comes `--think_s` after the last one ended, and
-for `exec_at_once_p50_ms` at once. `idle_mb` is what the kernel charges a sandbox that has run one command, its own pages
-and the kernel's for it (MB = 10^6 bytes). Sharing: a process in every sandbox reads 50 MB of warm state, once as its own memory, once as a file of a
-template that it maps; how many fit into a GiB is computed from what is charged, the template's one copy among it.
-`accounting_share` is the part of a core that measuring 500 sandboxes once a second takes. The last line is one JSON
-object.
+Times are medians of sandboxes and commands one after another; a command comes `--think_s` after the last one ended,
+and for `exec_at_once_p50_ms` at once. `idle_mb` is what the kernel charges a sandbox that has run one command, its own
+pages and the kernel's for it (MB = 10^6 bytes). Sharing: a process in every sandbox reads 50 MB of warm state, once as
+its own memory, once as a file of a template that it maps; how many fit into a GiB is computed from what is charged, the
+template's one copy among it. `accounting_share` is the part of a core that measuring 500 sandboxes once a second takes.
+The last line is one JSON object.
 """
 
 import asyncio

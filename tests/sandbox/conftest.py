@@ -1,13 +1,33 @@
-"""Fixtures of the sandbox tests: one pool and sandbox a test, for every backend."""
+"""Fixtures of the sandbox tests: one pool and sandbox a test, in this process and in a daemon."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from venusrl.sandbox import SandboxPool, Template
+from venusrl.sandbox.daemon.client import Node
 
-BACKENDS = {"process": SandboxPool}
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def start_daemon(*flags: str) -> tuple[subprocess.Popen, str]:
+    """A daemon that answers, and its address."""
+    command = [sys.executable, "-m", "launchers.sandboxd", "--port=0", *flags]
+    daemon = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    return daemon, daemon.stdout.readline().split()[-1]
+
+
+def end(daemon: subprocess.Popen) -> int:
+    """Asks it to end, and its exit status."""
+    daemon.terminate()
+    try:
+        return daemon.wait(20)
+    finally:
+        daemon.kill()
+        daemon.stdout.close()
 
 
 def processes(marker: str) -> list[int]:
@@ -24,10 +44,28 @@ def processes(marker: str) -> list[int]:
     return found
 
 
-@pytest.fixture(params=sorted(BACKENDS))
+@pytest.fixture(scope="session")
+def daemon_address():
+    daemon, address = start_daemon("--max_sandboxes=20", "--wait_s=10")
+    yield address
+    assert end(daemon) == 0
+
+
+@pytest.fixture(params=["process", "daemon"])
 async def pool(request):
-    async with BACKENDS[request.param](max_sandboxes=4, wait_s=10.0) as pool:
-        yield pool
+    if request.param == "process":
+        async with SandboxPool(max_sandboxes=4, wait_s=10.0) as pool:
+            yield pool
+        return
+    async with Node(request.getfixturevalue("daemon_address"), lease_s=1.0) as node:
+        node.host = await node.health()
+        yield node
+        for sandbox in await node.list():
+            await node.end(sandbox["id"], "killed")
+
+
+# For tests that look behind a pool.
+in_process = pytest.mark.parametrize("pool", ["process"], indirect=True)
 
 
 @pytest.fixture

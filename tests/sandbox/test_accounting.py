@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from venusrl.sandbox import Template
 from venusrl.sandbox.accounting import History, Usage
 
+from .conftest import in_process
+
 SAMPLES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 1000)), max_size=200)
 
 
@@ -28,6 +30,7 @@ def test_nothing_has_not_grown():
     assert Usage(3, 1, 4).total == 7
 
 
+@in_process
 async def test_what_is_charged_is_what_was_taken(pool, needs_memory_cgroup):
     sandbox, other = await pool.create(Template("a")), await pool.create(Template("b"))
     before = await pool.usage()
@@ -48,6 +51,7 @@ async def test_what_is_charged_is_what_was_taken(pool, needs_memory_cgroup):
     assert (await pool.usage()).keys() == {other.id} and pool.growth(sandbox.id, 30.0) == 0
 
 
+@in_process
 async def test_many_ask_at_once(pool, needs_memory_cgroup):
     await pool.create(Template("a"))
     answers = await asyncio.gather(*(pool.usage() for _ in range(10)))

@@ -11,6 +11,8 @@ import pytest
 from venusrl.core.errors import SandboxLost
 from venusrl.sandbox import Template
 
+from .conftest import in_process
+
 
 async def test_not_root_and_no_privileges(sandbox):
     result = await sandbox.exec("id -u; id -g; id -G; cat /proc/self/status")
@@ -141,6 +143,7 @@ async def test_memory_hog_is_reported_as_oom(pool, needs_memory_cgroup):
     assert (after.text, after.oom) == ("ok\n", False)
 
 
+@in_process
 async def test_agent_out_of_memory_is_reported_as_oom(pool, needs_memory_cgroup):
     sandbox = await pool.create(Template("tiny", memory_bytes=24 << 20, disk_bytes=23 << 20))
     with pytest.raises(SandboxLost, match="reason: oom"):

@@ -13,7 +13,7 @@ import pytest
 from venusrl.core.errors import ConfigError, SandboxCapacity, SandboxError, SandboxLost, SandboxUnsupported
 from venusrl.sandbox import Sandbox, SandboxPool, Template
 
-from .conftest import processes
+from .conftest import in_process, processes
 
 ROOT = str(Path(__file__).resolve().parents[2])
 
@@ -111,6 +111,7 @@ async def test_kill_while_paused(sandbox):
     assert processes("983.5") == []
 
 
+@in_process
 async def test_ttl(pool):
     sandbox = await pool.create(Template("short", ttl_s=0.5))
     started = time.monotonic()
@@ -126,6 +127,7 @@ async def test_a_ttl_may_be_longer_than_a_poll(pool):
     assert (await sandbox.exec("echo x", timeout_s=1e9)).text == "x\n"
 
 
+@in_process
 async def test_agent_killed_from_outside_is_noticed(pool, sandbox):
     call = asyncio.create_task(sandbox.exec("sleep 981.5"))
     await until(lambda: processes("981.5"))
@@ -194,6 +196,7 @@ async def test_close_ends_all():
     await pool.close()
 
 
+@in_process
 async def test_fifty_cycles_leave_nothing(pool):
     def baseline():
         spawner = f"/proc/{pool.spawner_pid}/fd"
@@ -247,6 +250,7 @@ async def test_owner_killed_leaves_nothing():
     os.kill(heir, signal.SIGKILL)  # still there: it was the owner's death that counted
 
 
+@in_process
 async def test_spawner_killed_takes_its_sandboxes_and_the_pool_recovers(pool):
     sandboxes = [await pool.create(Template("x")) for _ in range(2)]
     await sandboxes[1].exec("setsid sleep 976.5 &")

@@ -15,8 +15,6 @@ from venusrl.core.errors import ConfigError, SandboxError
 from venusrl.sandbox import SandboxPool, Template
 from venusrl.sandbox.layers import LayerStore
 
-from .conftest import BACKENDS
-
 ROOT = str(Path(__file__).resolve().parents[2])
 RANDOM = Template("random", setup=("head -c 16 /dev/urandom | od -An -tx1 > id; mkdir d; echo deep > d/f",))
 
@@ -26,9 +24,9 @@ def store(tmp_path):
     return LayerStore(tmp_path / "templates")
 
 
-@pytest.fixture(params=sorted(BACKENDS))
-async def pool(request, store):
-    async with BACKENDS[request.param](max_sandboxes=8, wait_s=10.0, templates=store.folder) as pool:
+@pytest.fixture
+async def pool(store):
+    async with SandboxPool(max_sandboxes=8, wait_s=10.0, templates=store.folder) as pool:
         yield pool
 
 

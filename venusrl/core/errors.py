@@ -37,7 +37,7 @@ class SandboxLost(SandboxError):
     """The sandbox is gone.
 
     Attributes:
-      reason: one of "killed", "oom", "ttl", "node-lost", "closed".
+      reason: one of "killed", "oom", "ttl", "node-lost", "closed", "lease" (its owner was away for too long).
     """
 
     def __init__(self, sandbox_id: str, reason: str):

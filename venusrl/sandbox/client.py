@@ -20,8 +20,9 @@ _GRACE_S = 30.0
 # How long the reason of a sandbox's end may come after its socket closed.
 _REASON_WAIT_S = 5.0
 _USERS = ("", "sandbox")
+RANGE = 1 << 32  # ids of one client
 _UNANSWERED = ("cancel", "window")
-_OWNER_REASONS = ("killed", "closed", "ttl", "oom", "node-lost")
+_OWNER_REASONS = ("killed", "closed", "ttl", "oom", "node-lost", "lease")
 
 
 class ProcessSandbox:
@@ -32,6 +33,10 @@ class ProcessSandbox:
       template: as given to create.
       streams: reader and writer of the agent's socket.
       end: asks the spawner to kill the sandbox for a reason, and returns when its processes are gone.
+      first_id: of its requests; whole ranges belong to one client each (see daemon/hub.py).
+
+    Attributes:
+      foreign: takes what is for clients of other ranges.
     """
 
     def __init__(
@@ -40,6 +45,7 @@ class ProcessSandbox:
         template: Template,
         streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
         end: Callable[[str, str], Awaitable[None]],
+        first_id: int = 0,
     ):
         self.id = sandbox_id
         self.template = template
@@ -48,11 +54,14 @@ class ProcessSandbox:
         self._loop = asyncio.get_running_loop()
         self._lost: str | None = None
         self._lost_event = asyncio.Event()
+        self._mourners: list[Callable[[str], None]] = []
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._waiting: dict[int, asyncio.Future[tuple[dict, bytes]]] = {}
         self._processes: dict[int, list[RemoteProcess]] = {}
         self._watches: dict[int, asyncio.Queue[FileChange | None]] = {}
-        self._last_id = 0
+        self._last_id = first_id
+        self._range = first_id // RANGE
+        self.foreign: Callable[[dict, bytes], None] = lambda header, body: None
         self._paused_since: float | None = None
         self._paused_s = 0.0
         self._running = asyncio.Event()
@@ -212,6 +221,12 @@ class ProcessSandbox:
         """Why the sandbox is gone; None while it lives."""
         return self._lost
 
+    def when_lost(self, mourner: Callable[[str], None]) -> None:
+        """Calls with the reason when it is gone; at once where it is."""
+        self._mourners.append(mourner)
+        if self._lost is not None:
+            mourner(self._lost)
+
     def mark_lost(self, reason: str) -> None:
         """The sandbox is gone, or as good as gone. The first reason stands; every call in flight fails now."""
         if self._lost is not None:
@@ -230,9 +245,16 @@ class ProcessSandbox:
             process.ended(SandboxLost(self.id, reason))
         for changes in self._watches.values():
             changes.put_nowait(None)
+        for mourner in self._mourners:
+            mourner(reason)
         self._writer.close()
         if asyncio.current_task() is not self._receiver:
             self._receiver.cancel()
+
+    def pass_on(self, header: dict, body: bytes = b"") -> None:
+        """A request of a client of another range, as it is; what comes of it goes to `foreign`."""
+        self._check_alive()
+        self._writer.write(pack(header, body))
 
     def _check_alive(self) -> None:
         if self._lost is not None:
@@ -322,6 +344,10 @@ class ProcessSandbox:
                 self._ready.set_result(None)
             while True:
                 answer, body = await read_frame(self._reader)
+                number = answer.get("id", answer.get("job", answer.get("watch")))
+                if number // RANGE != self._range and number not in self._processes:
+                    self.foreign(answer, body)
+                    continue
                 if "id" not in answer:
                     self._told(answer, body)
                     continue

@@ -32,6 +32,19 @@ def check_lengths(raw: bytes) -> tuple[int, int]:
     return head, body
 
 
+def unpack(data: bytes) -> tuple[dict, bytes]:
+    """The frame that `data` is; WireError where it is none."""
+    if len(data) < LENGTHS.size:
+        raise WireError(f"{len(data)} bytes are no frame")
+    head, body = check_lengths(data[: LENGTHS.size])
+    if len(data) != LENGTHS.size + head + body:
+        raise WireError(f"{len(data)} bytes are not the frame of {head}+{body} that they begin")
+    try:
+        return json.loads(data[LENGTHS.size : LENGTHS.size + head]), data[LENGTHS.size + head :]
+    except ValueError as error:
+        raise WireError(f"the header is no JSON: {error}") from None
+
+
 def recv_exactly(sock, count: int) -> bytes:
     """Reads `count` bytes from a blocking socket; WireError at end of stream."""
     buffer = bytearray(count)

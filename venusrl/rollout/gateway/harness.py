@@ -18,9 +18,9 @@ from starlette.routing import Route
 
 from venusrl.core.env import Observation
 from venusrl.core.errors import ContractError, TaskError, VenusError
+from venusrl.core.listening import Server, listen
 from venusrl.rollout.gateway.app import call_fields, error_response, event, failed
 from venusrl.rollout.gateway.messages import Message, check_messages, rendered, reply, same
-from venusrl.rollout.listening import Server, listen
 
 Run = Callable[[str], Awaitable[None]]  # the program: is given the base URL of its API, returns when it has ended
 OVER = "the episode is over"

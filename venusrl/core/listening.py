@@ -1,6 +1,8 @@
 """HTTP over sockets of ours: bound before anybody is told the address, and without signal handlers."""
 
 import asyncio
+import contextlib
+import os
 import signal
 import socket
 
@@ -8,6 +10,8 @@ import uvicorn
 from starlette.applications import Starlette
 
 from venusrl.core.errors import ConfigError
+
+_MESSAGE_BYTES = 1 << 30
 
 
 def listen(host: str, port: int) -> tuple[socket.socket, str]:
@@ -27,11 +31,50 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
     return listener, f"http://{host}:{listener.getsockname()[1]}"
 
 
+def listen_at(path: str) -> tuple[socket.socket, str]:
+    """(the socket, its address): a socket file that only this user can connect to.
+
+    Raises:
+      ConfigError: it cannot be bound, or another process answers there.
+    """
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        if _answers(path):
+            raise ConfigError(f"--socket={path}: another process answers there; stop it, or give another path")
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        before = os.umask(0o177)
+        try:
+            listener.bind(path)
+        finally:
+            os.umask(before)
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"--socket={path}: {error.strerror}; give a path in a folder that exists") from error
+    except ConfigError:
+        listener.close()
+        raise
+    return listener, f"unix:{path}"
+
+
+def _answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(path) == 0
+
+
 class Server:
     """Answers with an application until `stop`. `grace_s`: seconds for answers that are under way then."""
 
     def __init__(self, application: Starlette, listener: socket.socket, grace_s: int = 5):
-        options = uvicorn.Config(application, log_level="warning", lifespan="off", timeout_graceful_shutdown=grace_s)
+        options = uvicorn.Config(
+            application,
+            log_level="warning",
+            lifespan="off",
+            timeout_graceful_shutdown=grace_s,
+            ws_max_size=_MESSAGE_BYTES,
+            ws_per_message_deflate=False,
+        )
         self._server, self._listener = uvicorn.Server(options), listener
 
     async def run(self) -> None:

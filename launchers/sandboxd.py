@@ -1,0 +1,59 @@
+"""A node's sandboxes as a service, for programs in other processes or on other machines.
+
+    python -m launchers.sandboxd --port=7700
+    python -m launchers.sandboxd --socket=/run/venusrl.sock      # only this user can connect
+    python -m launchers.sandboxd --check                         # what works on this host, and why the rest does not
+
+In Python, with Node from venusrl.sandbox.daemon.client:
+    async with Node("http://127.0.0.1:7700") as node: sandbox = await node.create(Template("mine"))
+
+The address is printed when it answers; it ends, and its sandboxes with it, at SIGTERM or SIGINT. A sandbox whose client
+has gone ends when its lease does.
+"""
+
+import asyncio
+import json
+import sys
+
+from absl import app, flags, logging
+
+from venusrl.core.errors import VenusError
+from venusrl.core.listening import answer, listen, listen_at
+from venusrl.sandbox import SandboxPool, host_report
+from venusrl.sandbox.daemon.app import Daemon
+
+_HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on. There is no authentication: keep it private.")
+_PORT = flags.DEFINE_integer("port", 7700, "Port to listen on; 0 takes a free one.", 0, 65535)
+_SOCKET = flags.DEFINE_string("socket", "", "Path of a socket file to listen on, in place of host and port.")
+_MAX_SANDBOXES = flags.DEFINE_integer("max_sandboxes", 500, "Sandboxes at once.", lower_bound=1)
+_WAIT_S = flags.DEFINE_float("wait_s", 60.0, "Seconds that creation waits for a place.", lower_bound=0.0)
+_TEMPLATES = flags.DEFINE_string("templates", "", "Folder of built templates; empty: one of this user's.")
+_CHECK = flags.DEFINE_bool("check", False, "Says what works here, and ends.")
+
+
+async def serve() -> None:
+    """Until it is told to stop."""
+    listener, address = listen_at(_SOCKET.value) if _SOCKET.value else listen(_HOST.value, _PORT.value)
+    templates = _TEMPLATES.value or None
+    async with SandboxPool(max_sandboxes=_MAX_SANDBOXES.value, wait_s=_WAIT_S.value, templates=templates) as pool:
+        if pool.host["mode"] == "single":
+            logging.warning("not root: sandboxes are of one user, without cgroups of their own where the host has none")
+        print(f"sandboxes at {address}", flush=True)
+        await answer(Daemon(pool).application, listener)
+
+
+def main(argv) -> None:
+    del argv
+    try:
+        if _CHECK.value:
+            report = host_report()
+            print(json.dumps({"process": report}, indent=1))
+            sys.exit(0 if report["ok"] else 1)
+        asyncio.run(serve())
+    except VenusError as error:
+        logging.error("%s: %s", type(error).__name__, error)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    app.run(main)

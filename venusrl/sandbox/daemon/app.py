@@ -1,0 +1,230 @@
+"""The service: sandboxes of one node, over HTTP and web sockets.
+
+POST /sandboxes {template, lease_s}; GET /sandboxes; DELETE /sandboxes/ID?reason=; GET /health; for clients that are not
+ours also POST /sandboxes/ID/exec, GET and PUT /sandboxes/ID/files?path=, GET /sandboxes/ID/list?path=. Ours speaks
+frames (sandbox/wire.py) over the web socket /sandboxes/ID/agent, one a message.
+
+A sandbox whose last client has gone ends when its lease does. Bytes in JSON are base64.
+"""
+
+import asyncio
+import base64
+from contextlib import suppress
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route, WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from venusrl.core.errors import ConfigError, SandboxCapacity, SandboxLost, SandboxUnsupported, VenusError
+from venusrl.sandbox.client import ProcessSandbox
+from venusrl.sandbox.contract import Template
+from venusrl.sandbox.daemon.hub import Hub
+from venusrl.sandbox.pool import SandboxPool
+from venusrl.sandbox.wire import pack, unpack
+
+_STATUS = {ConfigError: 400, SandboxLost: 410, SandboxUnsupported: 501, SandboxCapacity: 503}
+_RETRY_S = 1
+_MAX_REASONS = 1000  # ends that are remembered
+_GONE = 4410  # code of a web socket that is closed since its sandbox is gone; the reason is why
+
+
+def to_json(template: Template) -> dict:
+    """The fields of a template as JSON has them."""
+    fields = {name: getattr(template, name) for name in template.__dataclass_fields__}
+    files = {path: base64.b64encode(data).decode() for path, data in template.files.items()}
+    return fields | {"files": files, "env": dict(template.env)}
+
+
+def from_json(fields: dict) -> Template:
+    """Raises ConfigError for what is no template."""
+    try:
+        files = {path: base64.b64decode(data, validate=True) for path, data in fields.get("files", {}).items()}
+        lists = {name: tuple(fields[name]) for name in ("lowers", "setup") if name in fields}
+        return Template(**{**fields, "files": files, **lists})
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"template: {error}; give the fields of venusrl.sandbox.Template") from None
+
+
+class _Held:
+    """A sandbox, and who uses it."""
+
+    def __init__(self, sandbox: ProcessSandbox, lease_s: float):
+        self.sandbox = sandbox
+        self.hub = Hub(sandbox)
+        self.lease_s = lease_s
+        self.clients = 0
+        self.expiry: asyncio.TimerHandle | None = None
+
+
+class Daemon:
+    """Args: pool: of this node; the daemon does not close it."""
+
+    def __init__(self, pool: SandboxPool):
+        self._pool = pool
+        self._held: dict[str, _Held] = {}
+        self._reasons: dict[str, str] = {}
+        self._ending: set[asyncio.Task] = set()
+        self.application = Starlette(
+            routes=[
+                Route("/health", self._health),
+                Route("/sandboxes", self._create, methods=["POST"]),
+                Route("/sandboxes", self._list),
+                Route("/sandboxes/{id}", self._end, methods=["DELETE"]),
+                Route("/sandboxes/{id}/exec", self._exec, methods=["POST"]),
+                Route("/sandboxes/{id}/files", self._read),
+                Route("/sandboxes/{id}/files", self._write, methods=["PUT"]),
+                Route("/sandboxes/{id}/list", self._entries),
+                WebSocketRoute("/sandboxes/{id}/agent", self._agent),
+            ],
+            exception_handlers={VenusError: _say, OSError: _say},
+        )
+
+    def _get(self, sandbox_id: str) -> _Held:
+        held = self._held.get(sandbox_id)
+        if held is None or held.sandbox.lost is not None:
+            reason = self._reasons.get(sandbox_id, "unknown") if held is None else held.sandbox.lost
+            raise SandboxLost(sandbox_id, reason)
+        return held
+
+    async def _health(self, request: Request) -> Response:
+        stats = self._pool.stats()
+        return JSONResponse({"alive": stats.alive, "created": stats.created, "ended": stats.ended, **self._pool.host})
+
+    async def _create(self, request: Request) -> Response:
+        body = await _json(request)
+        lease_s = body.get("lease_s", 60.0)
+        if not isinstance(lease_s, int | float) or not lease_s > 0:
+            raise ConfigError(f"lease_s={lease_s!r}: give a positive number of seconds")
+        sandbox = await self._pool.create(from_json(body.get("template", {})))
+        held = self._held[sandbox.id] = _Held(sandbox, lease_s)
+        sandbox.when_lost(lambda reason: self._forget(sandbox.id, reason))
+        self._begin_lease(held)
+        return JSONResponse({"id": sandbox.id}, 201)
+
+    def _forget(self, sandbox_id: str, reason: str) -> None:
+        held = self._held.pop(sandbox_id, None)
+        if held is not None and held.expiry is not None:
+            held.expiry.cancel()
+        self._reasons[sandbox_id] = reason
+        if len(self._reasons) > _MAX_REASONS:
+            del self._reasons[next(iter(self._reasons))]
+
+    def _begin_lease(self, held: _Held) -> None:
+        def end() -> None:
+            task = asyncio.create_task(held.sandbox.kill("lease"))
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+        held.expiry = asyncio.get_running_loop().call_later(held.lease_s, end)
+
+    async def _list(self, request: Request) -> Response:
+        usage = await self._pool.usage()
+        rows = []
+        for sandbox_id, held in self._held.items():
+            row = {"id": sandbox_id, "template": held.sandbox.template.name, "clients": held.clients}
+            if sandbox_id in usage:
+                used = usage[sandbox_id]
+                row |= {"private": used.private, "kernel": used.kernel, "shared": used.shared}
+                row["growth_10s"] = self._pool.growth(sandbox_id, 10.0)
+            rows.append(row)
+        return JSONResponse({"sandboxes": rows})
+
+    async def _end(self, request: Request) -> Response:
+        held = self._held.get(request.path_params["id"])
+        if held is not None:
+            await held.sandbox.kill(request.query_params.get("reason", "killed"))
+        return Response(status_code=204)
+
+    async def _exec(self, request: Request) -> Response:
+        body = await _json(request)
+        known = ("script", "timeout_s", "silent_s", "user", "cwd", "user_env", "stdin")
+        if "script" not in body or body.keys() - set(known):
+            raise ConfigError(f"exec takes {', '.join(known)}; got {', '.join(body) or 'nothing'}")
+        body["stdin"] = base64.b64decode(body.get("stdin", ""))
+        result = await self._get(request.path_params["id"]).sandbox.exec(body.pop("script"), **body)
+        fields = {name: getattr(result, name) for name in result.__dataclass_fields__ if name != "output"}
+        return JSONResponse(fields | {"output": base64.b64encode(result.output).decode()})
+
+    async def _read(self, request: Request) -> Response:
+        data = await self._get(request.path_params["id"]).sandbox.read(_path(request))
+        return Response(data, media_type="application/octet-stream")
+
+    async def _write(self, request: Request) -> Response:
+        await self._get(request.path_params["id"]).sandbox.write(_path(request), await request.body())
+        return Response(status_code=204)
+
+    async def _entries(self, request: Request) -> Response:
+        entries = await self._get(request.path_params["id"]).sandbox.list(_path(request))
+        rows = [{name: getattr(entry, name) for name in entry.__dataclass_fields__} for entry in entries]
+        return JSONResponse({"entries": rows})
+
+    async def _agent(self, socket: WebSocket) -> None:
+        """Frames of one client, both ways, until either side ends."""
+        await socket.accept()
+        sandbox_id = socket.path_params["id"]
+        try:
+            held = self._get(sandbox_id)
+        except SandboxLost as error:
+            await socket.close(_GONE, error.reason)
+            return
+        if held.expiry is not None:
+            held.expiry.cancel()
+            held.expiry = None
+        held.clients += 1
+        outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
+        first_id = held.hub.attach(lambda header, body: outgoing.put_nowait(pack(header, body)))
+        held.sandbox.when_lost(lambda reason: outgoing.put_nowait(None))
+        outgoing.put_nowait(pack({"first_id": first_id}))
+        sending = asyncio.create_task(self._send(socket, outgoing, held))
+        try:
+            while True:
+                held.hub.ask(first_id, *unpack(await socket.receive_bytes()))
+        except (WebSocketDisconnect, SandboxLost, KeyError, ValueError, ConnectionError, RuntimeError):
+            pass  # gone, or it does not speak frames
+        finally:
+            held.hub.detach(first_id)
+            held.clients -= 1
+            if held.sandbox.lost is not None:
+                await sending
+            elif not held.clients:
+                self._begin_lease(held)
+            sending.cancel()
+            with suppress(WebSocketDisconnect, RuntimeError):
+                await socket.close()
+
+    async def _send(self, socket: WebSocket, outgoing: asyncio.Queue, held: _Held) -> None:
+        with suppress(WebSocketDisconnect, RuntimeError, ConnectionError):
+            while (message := await outgoing.get()) is not None:
+                await socket.send_bytes(message)
+            await socket.close(_GONE, held.sandbox.lost or "node-lost")
+
+
+async def _json(request: Request) -> dict:
+    try:
+        body = await request.json()
+    except ValueError:
+        body = None
+    if not isinstance(body, dict):
+        raise ConfigError("the body is no JSON object")
+    return body
+
+
+def _path(request: Request) -> str:
+    path = request.query_params.get("path", "")
+    if not path:
+        raise ConfigError("path is missing: give ?path=")
+    return path
+
+
+async def _say(request: Request, error: Exception) -> Response:
+    """Errors as {error, message}; what helps to raise the same one on the other side."""
+    body = {"error": type(error).__name__, "message": str(error)}
+    if isinstance(error, OSError):
+        return JSONResponse(body | {"error": "OSError", "errno": error.errno, "path": error.filename}, 422)
+    if isinstance(error, SandboxLost):
+        body["reason"] = error.reason
+    status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 500)
+    headers = {"Retry-After": str(_RETRY_S)} if status == 503 else None
+    return JSONResponse(body, status, headers=headers)
