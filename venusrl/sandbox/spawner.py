@@ -173,7 +173,7 @@ class Spawner:
 
     def _create(self, request: dict) -> None:
         self._made += 1
-        group = limits.Group([], None)
+        group = limits.Group([], [], None)
         try:
             group = self._cgroups.make(request["id"], request["memory_bytes"], request["pids"])
             ours, theirs = socket.socketpair()
@@ -196,10 +196,14 @@ class Spawner:
     def _fork(self, request: dict, group: limits.Group, agent_end: socket.socket) -> int:
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            pid = namespaces.clone(namespaces.SANDBOX_NAMESPACES)
-            if pid == 0:
-                ours.close()
-                self._become_agent(request, group.oom_fd, agent_end, theirs)
+            try:
+                group.enter()
+                pid = namespaces.clone(namespaces.SANDBOX_NAMESPACES)
+                if pid == 0:
+                    ours.close()
+                    self._become_agent(request, group.oom_fd, agent_end, theirs)
+            finally:
+                group.leave()
             try:
                 group.join(pid)
                 self._map_users(pid)
