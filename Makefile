@@ -8,7 +8,7 @@ ARGS ?=
 # Large pages for the heap: about 12% off six train steps, measured beside other load, where the system has them on request (madvise).
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
-.PHONY: train smollm2 test lint test-slow test-parity check-gpu setup clean
+.PHONY: train smollm2 test lint test-slow test-sandbox test-parity check-gpu setup clean
 
 setup: $(VENV)/.ready
 
@@ -40,6 +40,10 @@ lint: setup
 # Minutes long: kill -9 and resume of whole runs.
 test-slow: setup
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# Every sandbox test, those that take minutes among them: hogs and their neighbours, hundreds at once, hundreds in turn.
+test-sandbox: setup
+	$(BIN)/python -m pytest -m "slow or not slow" tests/sandbox $(ARGS)
 
 # Against other implementations of the same thing (llama.cpp); installs the parity extra.
 test-parity: setup

@@ -196,24 +196,27 @@ async def test_close_ends_all():
     await pool.close()
 
 
+def baseline(pool):
+    """What sandboxes take of their owner, spawner and host: descriptors, mounts, processes, mappings, cgroups."""
+    spawner = f"/proc/{pool.spawner_pid}"
+    mounts = [len(Path(f"{of}/mountinfo").read_text().splitlines()) for of in ("/proc/self", spawner)]
+    agents = len([pid for pid in processes("venusrl.sandbox.spawner") if parent(pid) == pool.spawner_pid])
+    descriptors = len(os.listdir("/proc/self/fd")), len(os.listdir(f"{spawner}/fd"))
+    mappings = len(Path(f"{spawner}/maps").read_text().splitlines())
+    return descriptors, mounts, agents, mappings, len(cgroups(pool.spawner_pid))
+
+
 @in_process
 async def test_fifty_cycles_leave_nothing(pool):
-    def baseline():
-        spawner = f"/proc/{pool.spawner_pid}/fd"
-        mounts = len(Path("/proc/self/mountinfo").read_text().splitlines())
-        agents = len([pid for pid in processes("venusrl.sandbox.spawner") if parent(pid) == pool.spawner_pid])
-        descriptors = len(os.listdir("/proc/self/fd")), len(os.listdir(spawner))
-        return descriptors, mounts, agents, len(cgroups(pool.spawner_pid))
-
     await (await pool.create(Template("warm"))).kill()
     await until(lambda: not cgroups(pool.spawner_pid))
-    before = baseline()
+    before = baseline(pool)
     for _ in range(50):
         sandbox = await pool.create(Template("x", files={"f": b"x"}))
         await sandbox.exec("sleep 979.5 &")
         await sandbox.kill()
     assert processes("979.5") == []
-    await until(lambda: baseline() == before)
+    await until(lambda: baseline(pool) == before)
 
 
 OWNER = """

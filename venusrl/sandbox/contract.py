@@ -33,6 +33,9 @@ class Template:
       lowers: directories of the host that are copied into /workspace when it is built, later ones over earlier.
       setup: commands that then run there, in a sandbox of these limits.
       setup_s: seconds that each of those may take.
+      oom: what happens when memory_bytes are used up: "kill", the kernel kills a process, and the command's result says
+        so; or "hold" (cgroups of version 1), the sandbox stands still for `oom_wait_s` seconds, in which its owner may
+        give it more (SandboxPool.resize), and else ends with the reason "oom".
       tenant: sandboxes of different tenants share nothing, even where all else is equal.
       memory_bytes: limit of all processes, files and kernel objects of the sandbox together (where the host has a
         writable memory cgroup; otherwise a limit of each process's private data).
@@ -60,6 +63,8 @@ class Template:
     lowers: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
     setup_s: float = 600.0
+    oom: str = "kill"
+    oom_wait_s: float = 10.0
     tenant: str = ""
 
     def __post_init__(self):
@@ -73,7 +78,9 @@ class Template:
                 f"Template.disk_bytes={self.disk_bytes}: the disk lives in memory, give less than "
                 f"memory_bytes={self.memory_bytes}"
             )
-        for name in ("ttl_s", "setup_s"):
+        if self.oom not in ("kill", "hold"):
+            raise ConfigError(f"Template.oom={self.oom!r}: give 'kill' or 'hold'")
+        for name in ("ttl_s", "setup_s", "oom_wait_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"Template.{name}={getattr(self, name)!r}: give a positive number of seconds")
         for name in ("lowers", "setup"):

@@ -9,11 +9,15 @@ import os
 import resource
 import signal
 
+from venusrl.sandbox import namespaces
+
 _PREFIX = "venusrl-"
 # The pids cgroup is the backstop; RLIMIT_NPROC, which the command's shell sets (see agent), stops commands first, so
 # that the agent can always start another.
 _PIDS_HEADROOM = 8
 OPEN_FILES = 4096
+# A group has its share of the processors by being one: of equal weight with every other, however many run in it.
+CONTROLLERS = ("memory", "pids", "cpu")
 
 
 def limit_agent(file_bytes: int, data_bytes: int | None) -> None:
@@ -88,6 +92,7 @@ class Group:
         self._directories = directories
         self._homes = homes
         self._entered: list[str] = []
+        self._oom_path = oom_path
         self._usage_paths = usage_paths
         self._usage_fds: list[int] = []
         self.oom_fd = None if oom_path is None else os.open(oom_path, os.O_RDONLY | os.O_CLOEXEC)
@@ -113,6 +118,42 @@ class Group:
         """Moves this process back."""
         for home in filter(None, self._homes):
             _write(f"{home}/tasks", "0")
+
+    def hold_on_oom(self) -> int:
+        """From now on processes that need more memory than there is wait; a descriptor that tells when one does.
+
+        Raises:
+          OSError: ENOTSUP, no memory cgroup of version 1.
+        """
+        if self._oom_path is None or not self._oom_path.endswith("memory.oom_control"):
+            raise OSError(errno.ENOTSUP, "Template.oom='hold' needs a memory cgroup of version 1; use 'kill'")
+        fd = namespaces.eventfd()
+        try:
+            _write(f"{os.path.dirname(self._oom_path)}/cgroup.event_control", f"{fd} {self.oom_fd}")
+            _write(self._oom_path, "1")
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
+
+    def under_oom(self) -> bool:
+        """A process waits for memory."""
+        return self.oom_fd is not None and b"under_oom 1" in os.pread(self.oom_fd, 4096, 0)
+
+    def resize(self, memory_bytes: int) -> None:
+        """Sets the limit of memory; OSError EBUSY where more is in use and cannot be freed."""
+        if self._oom_path is None:
+            raise OSError(errno.ENOTSUP, "no memory cgroup")
+        directory = os.path.dirname(self._oom_path)
+        files = ["memory.max"]
+        if self._oom_path.endswith("memory.oom_control"):
+            # The one with swap may never be the lower: it is the first to be raised, the last to be lowered.
+            files = ["memory.memsw.limit_in_bytes", "memory.limit_in_bytes"]
+            with open(f"{directory}/memory.limit_in_bytes") as f:
+                files = files if memory_bytes >= int(f.read()) else files[::-1]
+        for file in files:
+            if os.path.exists(f"{directory}/{file}"):
+                _write(f"{directory}/{file}", str(memory_bytes))
 
     def oom_kills(self) -> int:
         """Processes of the group that the kernel killed for its memory limit so far."""
@@ -159,8 +200,8 @@ class Cgroups:
 
     @property
     def report(self) -> dict:
-        """{"memory": "v1" | "v2" | None, "pids": ...}: what is enforced for a sandbox as a whole."""
-        found: dict = {"memory": None, "pids": None}
+        """{"memory": "v1" | "v2" | None, "pids": ..., "cpu": ...}: what holds for a sandbox as a whole."""
+        found: dict = dict.fromkeys(CONTROLLERS)
         for hierarchy in self.hierarchies:
             found.update({name: f"v{hierarchy.version}" for name in hierarchy.controllers})
         return found
@@ -200,7 +241,7 @@ def detect(mountinfo: str, own: str) -> Cgroups:
     hierarchies: dict[str, Hierarchy] = {}
     for root, point, kind, options in _cgroup_mounts(mountinfo):
         version = 1 if kind == "cgroup" else 2
-        served = tuple(name for name in ("memory", "pids") if name not in hierarchies)
+        served = tuple(name for name in CONTROLLERS if name not in hierarchies)
         if version == 1:
             served = tuple(name for name in served if name in options)
             path = paths.get(served[0], "/") if served else "/"

@@ -26,15 +26,23 @@ class SpawnerLink:
     """One spawner. Make it with `await SpawnerLink.open(...)`.
 
     Attributes:
-      report: {"mode": "range" | "single", "cgroups": {"memory": ..., "pids": ...}, "seccomp": bool}.
+      report: {"mode": "range" | "single", "cgroups": {"memory": ..., "pids": ..., "cpu": ...}, "seccomp": bool}.
       process_id: pid of the spawner.
       closed: set when the spawner is gone.
     """
 
-    def __init__(self, process: subprocess.Popen, control: socket.socket, on_gone: Callable[[str, str], None]):
+    def __init__(
+        self,
+        process: subprocess.Popen,
+        control: socket.socket,
+        on_gone: Callable[[str, str], None],
+        on_pressure: Callable[[str], None],
+    ):
         self._process = process
         self._control = control
         self._on_gone = on_gone
+        self._on_pressure = on_pressure
+        self._resizing: dict[str, list[asyncio.Future[None]]] = {}
         self._loop = asyncio.get_running_loop()
         self._hello: asyncio.Future[dict] = self._loop.create_future()
         self._creating: dict[str, asyncio.Future[socket.socket]] = {}
@@ -47,11 +55,14 @@ class SpawnerLink:
         self._loop.add_reader(control.fileno(), self._receive)
 
     @classmethod
-    async def open(cls, on_gone: Callable[[str, str], None], python_prefix: str | None) -> SpawnerLink:
+    async def open(
+        cls, on_gone: Callable[[str, str], None], on_pressure: Callable[[str], None], python_prefix: str | None
+    ) -> SpawnerLink:
         """Starts a spawner.
 
         Args:
           on_gone: called with (sandbox id, reason) when a sandbox has ended.
+          on_pressure: called with its id when a sandbox stands still for want of memory.
           python_prefix: directory to show in sandboxes at /opt/python, or None.
         Raises:
           SandboxUnsupported: not Linux, or the spawner did not come up.
@@ -71,7 +82,7 @@ class SpawnerLink:
                 start_new_session=True,
             )
         ours.setblocking(False)
-        link = cls(process, ours, on_gone)
+        link = cls(process, ours, on_gone, on_pressure)
         done, _ = await asyncio.wait({link._hello}, timeout=_START_WAIT_S)
         if not done or link._hello.exception() is not None:
             await link.close()
@@ -106,6 +117,13 @@ class SpawnerLink:
                 self._measuring = None
                 raise
         return await asyncio.shield(self._measuring)
+
+    async def resize(self, sandbox_id: str, memory_bytes: int) -> None:
+        """Another limit of memory. SandboxError where the kernel refuses, or the sandbox or the spawner is gone."""
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._resizing.setdefault(sandbox_id, []).append(future)
+        await self._tell({"op": "resize", "id": sandbox_id, "memory_bytes": memory_bytes})
+        await future
 
     async def end(self, sandbox_id: str, reason: str) -> None:
         """Kills a sandbox; returns when its processes are gone. Nothing happens if they are already."""
@@ -157,6 +175,10 @@ class SpawnerLink:
             self._hello.set_result({key: message[key] for key in ("mode", "cgroups", "seccomp")})
         elif event == "gone":
             self._forget(sandbox_id, message["reason"])
+        elif event == "pressure":
+            self._on_pressure(sandbox_id)
+        elif event == "resized":
+            self._answer_resize(sandbox_id, message)
         elif event == "usage":
             self._usage |= {name: (charged, kernel) for name, charged, kernel in message["rows"]}
             if message["last"]:
@@ -164,6 +186,18 @@ class SpawnerLink:
                 self._usage, self._measuring = {}, None
         else:
             self._answer_create(sandbox_id, message, fds)
+
+    def _answer_resize(self, sandbox_id: str, message: dict) -> None:
+        future = self._resizing[sandbox_id].pop(0)
+        if not self._resizing[sandbox_id]:
+            del self._resizing[sandbox_id]
+        if future.done():
+            return
+        if message["error"] is not None or not message["known"]:
+            why = message["error"] or "it is gone"
+            future.set_exception(SandboxError(f"sandbox {sandbox_id} cannot have another limit of memory: {why}"))
+        else:
+            future.set_result(None)
 
     def _answer_create(self, sandbox_id: str, message: dict, fds: list[int]) -> None:
         future = self._creating.pop(sandbox_id)
@@ -197,6 +231,10 @@ class SpawnerLink:
             if not future.done():
                 future.set_exception(SandboxError("the spawner died during create"))
         self._creating.clear()
+        for future in [future for futures in self._resizing.values() for future in futures]:
+            if not future.done():
+                future.set_exception(SandboxError("the spawner is gone"))
+        self._resizing.clear()
         if self._measuring is not None and not self._measuring.done():
             self._measuring.set_exception(SandboxError("the spawner is gone"))
             self._measuring.exception()  # seen: who asked may have been cancelled

@@ -134,6 +134,11 @@ def pivot_to(path: str) -> None:
     os.chdir("/")
 
 
+def eventfd() -> int:
+    """eventfd(2), not blocking; closes on exec."""
+    return _check(_LIBC.eventfd(0, os.O_NONBLOCK | os.O_CLOEXEC), "eventfd")
+
+
 def set_hostname(name: str) -> None:
     """sethostname(2), 64 bytes at most."""
     raw = name.encode()[:64]

@@ -6,11 +6,12 @@ import asyncio
 import os
 import sys
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from venusrl.core.errors import ConfigError, SandboxCapacity, SandboxError
+from venusrl.core.errors import ConfigError, SandboxCapacity, SandboxError, SandboxLost
 from venusrl.sandbox.accounting import History, Usage
 from venusrl.sandbox.client import ProcessSandbox
 from venusrl.sandbox.contract import MIB, WORKSPACE, Template
@@ -46,6 +47,7 @@ class SandboxPool:
       python_prefix: directory of the interpreter that `python3` is inside; by default the owner's. One below /usr
         is there anyway and needs no bind.
       templates: folder of built templates, which pools may share; by default one of this user's.
+      on_pressure: called with a sandbox that stands still for want of memory (Template.oom="hold"); see resize.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class SandboxPool:
         wait_s: float = 60.0,
         python_prefix: str = sys.base_prefix,
         templates: str | os.PathLike | None = None,
+        on_pressure: Callable[[ProcessSandbox], None] = lambda sandbox: None,
     ):
         if max_sandboxes < 1:
             raise ConfigError(f"SandboxPool.max_sandboxes={max_sandboxes}: give at least 1")
@@ -73,6 +76,7 @@ class SandboxPool:
         self._histories: dict[str, History] = {}
         self._link: SpawnerLink | None = None
         self._link_lock = asyncio.Lock()
+        self._on_pressure = on_pressure
         self._alive: dict[str, ProcessSandbox | None] = {}
         self._created = 0
         self._spawners = 0
@@ -146,6 +150,21 @@ class SandboxPool:
         """Bytes by which a sandbox's private memory grew in the last seconds, as far as `usage` was asked meanwhile."""
         history = self._histories.get(sandbox_id)
         return 0 if history is None else history.growth(window_s)
+
+    async def resize(self, sandbox: ProcessSandbox, memory_bytes: int) -> None:
+        """Another limit of a sandbox's memory; one that stood still goes on.
+
+        Raises:
+          SandboxError: the sandbox uses more than that, or is gone.
+        """
+        if self._link is None or self._link.closed.is_set():
+            raise SandboxLost(sandbox.id, sandbox.lost or "node-lost")
+        await self._link.resize(sandbox.id, memory_bytes)
+
+    def _pressed(self, sandbox_id: str) -> None:
+        sandbox = self._alive.get(sandbox_id)
+        if sandbox is not None:
+            self._on_pressure(sandbox)
 
     async def _create(self, template: Template, layer: str | None, build: bool) -> ProcessSandbox:
         try:
@@ -226,7 +245,7 @@ class SandboxPool:
             "PAGER": "cat",
             **template.env,
         }
-        names = ("memory_bytes", "pids", "file_bytes", "disk_bytes", "output_bytes", "ttl_s")
+        names = ("memory_bytes", "pids", "file_bytes", "disk_bytes", "output_bytes", "ttl_s", "oom", "oom_wait_s")
         return {"env": env, **{name: getattr(template, name) for name in names}}
 
     async def _spawner(self) -> SpawnerLink:
@@ -238,7 +257,7 @@ class SandboxPool:
                 await self._link.close()  # collects the dead process
                 self._link = None
             if self._link is None:
-                self._link = await SpawnerLink.open(self._on_gone, self._python_prefix)
+                self._link = await SpawnerLink.open(self._on_gone, self._pressed, self._python_prefix)
                 self._spawners += 1
             return self._link
 

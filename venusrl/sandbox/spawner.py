@@ -5,10 +5,12 @@ forks in a fraction of a millisecond. It ends, and with it every sandbox, when i
 control socket, or when the owner's pidfd says so (a fork of the owner could hold the socket open).
 
 Messages are JSON, one a packet (SOCK_SEQPACKET).
-  in:  create {id, disk_bytes, file_bytes, memory_bytes, pids, output_bytes, ttl_s, env, layer, build},
-       or a holder of a layer: create {id, memory_bytes, pids, ttl_s, hold}; kill {id, reason}; usage
+  in:  create {id, disk_bytes, file_bytes, memory_bytes, pids, output_bytes, ttl_s, env, layer, build, oom, oom_wait_s},
+       or a holder of a layer: create {id, memory_bytes, pids, ttl_s, hold}; kill {id, reason}; usage;
+       resize {id, memory_bytes}
   out: hello {mode, cgroups, seccomp}; created {id, pid} with the agent's socket; refused {id, error};
-       gone {id, reason}; usage {rows: [id, bytes, kernel bytes], last}
+       gone {id, reason}; usage {rows: [id, bytes, kernel bytes], last}; pressure {id}, it waits for
+       memory; resized {id, error}
 """
 
 import errno
@@ -51,6 +53,9 @@ class _Box:
         self.pidfd = os.pidfd_open(pid)
         self.group = group
         self.expires = expires
+        self.oom_event = -1  # tells that it waits for memory
+        self.oom_wait_s = 0.0
+        self.gives_up: float | None = None  # when it ends for want of memory
         self.reason: str | None = None
 
 
@@ -93,6 +98,8 @@ class Spawner:
             return False
         for box in [box for fd, box in self._boxes.items() if fd in ready]:
             self._collect(box)
+        for box in [box for box in self._boxes.values() if box.oom_event in ready]:
+            self._wait_for_memory(box)
         if self._control.fileno() in ready:
             packet = self._control.recv(PACKET_BYTES)
             if not packet:
@@ -102,11 +109,18 @@ class Spawner:
         for box in self._boxes.values():
             if box.reason is None and now >= box.expires:
                 self._kill(box, "ttl")
+            if box.reason is None and box.gives_up is not None and now >= box.gives_up:
+                box.gives_up = None
+                if box.group.under_oom():
+                    self._kill(box, "oom")
         self._unremoved = [group for group in self._unremoved if not group.remove()]
         return True
 
     def _poll_ms(self) -> float | None:
-        waits = [box.expires - time.monotonic() for box in self._boxes.values() if box.reason is None]
+        now = time.monotonic()
+        alive = [box for box in self._boxes.values() if box.reason is None]
+        waits = [box.expires - now for box in alive]
+        waits += [box.gives_up - now for box in alive if box.gives_up is not None]
         if self._unremoved:
             waits.append(_REMOVE_RETRY_S)
         return max(0.0, min([*waits, _LONGEST_POLL_S])) * 1000.0 + 0.5 if waits else None
@@ -118,10 +132,11 @@ class Spawner:
         if message["op"] == "usage":
             self._tell_usage()
             return
-        for box in self._boxes.values():
-            if box.id == message["id"]:
-                self._kill(box, message["reason"])
-                return
+        box = next((box for box in self._boxes.values() if box.id == message["id"]), None)
+        if message["op"] == "resize":
+            self._resize(box, message)
+        elif box is not None:
+            self._kill(box, message["reason"])
 
     def _tell_usage(self) -> None:
         """What is charged to every sandbox, in packets of a size that fits."""
@@ -130,6 +145,27 @@ class Spawner:
         for at in range(0, len(rows), _USAGE_ROWS):
             self._tell({"event": "usage", "rows": rows[at : at + _USAGE_ROWS], "last": False})
         self._tell({"event": "usage", "rows": [], "last": True})
+
+    def _wait_for_memory(self, box: _Box) -> None:
+        try:
+            os.read(box.oom_event, 8)
+        except BlockingIOError:
+            return
+        if box.reason is None and box.gives_up is None and box.group.under_oom():
+            box.gives_up = time.monotonic() + box.oom_wait_s
+            self._tell({"event": "pressure", "id": box.id})
+
+    def _resize(self, box: _Box | None, message: dict) -> None:
+        error = None
+        try:
+            if box is not None:
+                box.group.resize(message["memory_bytes"])
+                box.gives_up = None
+                if box.oom_event >= 0 and box.group.under_oom():
+                    box.gives_up = time.monotonic() + box.oom_wait_s
+        except OSError as refused:
+            error = f"{refused.strerror}"
+        self._tell({"event": "resized", "id": message["id"], "error": error, "known": box is not None})
 
     def _kill(self, box: _Box, reason: str) -> None:
         if box.reason is None:
@@ -145,6 +181,9 @@ class Spawner:
         del self._boxes[box.pidfd]
         self._poll.unregister(box.pidfd)
         os.close(box.pidfd)
+        if box.oom_event >= 0:
+            self._poll.unregister(box.oom_event)
+            os.close(box.oom_event)
         if not box.group.remove():
             self._unremoved.append(box.group)
         self._tell({"event": "gone", "id": box.id, "reason": box.reason})
@@ -173,9 +212,11 @@ class Spawner:
 
     def _create(self, request: dict) -> None:
         self._made += 1
-        group = limits.Group([], [], None)
+        group, hold = limits.Group([], [], None), -1
         try:
             group = self._cgroups.make(request["id"], request["memory_bytes"], request["pids"])
+            if request.get("oom") == "hold":
+                hold = group.hold_on_oom()
             ours, theirs = socket.socketpair()
             with ours, theirs:
                 fork = self._fork_holder if request.get("hold") else self._fork
@@ -183,10 +224,15 @@ class Spawner:
                 box = _Box(request["id"], pid, group, time.monotonic() + request["ttl_s"])
                 self._boxes[box.pidfd] = box
                 self._poll.register(box.pidfd, select.POLLIN)
+                if hold >= 0:
+                    box.oom_event, box.oom_wait_s = hold, request["oom_wait_s"]
+                    self._poll.register(hold, select.POLLIN)
                 self._tell({"event": "created", "id": box.id, "pid": pid}, (ours.fileno(),))
         except OSError as error:
             if isinstance(error, ConnectionError):
                 raise
+            if hold >= 0:
+                os.close(hold)
             if not group.remove():
                 self._unremoved.append(group)
             refused = error.errno in (errno.EPERM, errno.ENOSPC, errno.EUSERS, errno.EINVAL, errno.EACCES)

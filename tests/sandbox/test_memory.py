@@ -1,0 +1,93 @@
+"""A sandbox that has used up its memory stands still, goes on with more, or ends for that reason."""
+
+import asyncio
+import time
+
+import pytest
+
+from venusrl.core.errors import ConfigError, SandboxError, SandboxLost
+from venusrl.sandbox import SandboxPool, Template
+
+HELD = Template("held", memory_bytes=64 << 20, disk_bytes=8 << 20, oom="hold", oom_wait_s=1.0)
+HOG = "python3 -I -S -c 'x = bytearray(1) * (120 << 20); print(len(x) >> 20)'"
+
+
+@pytest.fixture
+async def pressed():
+    """(pool, sandboxes that stood still)."""
+    seen: asyncio.Queue = asyncio.Queue()
+    async with SandboxPool(max_sandboxes=4, on_pressure=seen.put_nowait) as pool:
+        if pool.host["cgroups"]["memory"] != "v1":
+            pytest.skip("no writable memory cgroup of version 1 on this host")
+        yield pool, seen
+
+
+async def test_more_memory_lets_it_go_on(pressed):
+    pool, seen = pressed
+    sandbox = await pool.create(HELD)
+    call = asyncio.create_task(sandbox.exec(HOG, timeout_s=30))
+    assert await asyncio.wait_for(seen.get(), 10) is sandbox
+    await asyncio.sleep(0.3)
+    assert not call.done()
+    await pool.resize(sandbox, 256 << 20)
+    result = await asyncio.wait_for(call, 10)
+    assert (result.text, result.exit_code, result.oom) == ("120\n", 0, False)
+    await asyncio.sleep(1.2)  # what was to end it does so no more
+    assert (await sandbox.exec("echo on")).text == "on\n"
+
+
+async def test_too_little_more_holds_it_again(pressed):
+    pool, seen = pressed
+    sandbox = await pool.create(HELD)
+    call = asyncio.create_task(sandbox.exec(HOG, timeout_s=30))
+    await asyncio.wait_for(seen.get(), 10)
+    await pool.resize(sandbox, 80 << 20)
+    await asyncio.sleep(0.3)
+    assert not call.done()
+    await pool.resize(sandbox, 256 << 20)
+    assert (await asyncio.wait_for(call, 10)).text == "120\n"
+
+
+async def test_without_more_it_ends_and_says_why(pressed):
+    pool, _ = pressed
+    sandbox, neighbour = await pool.create(HELD), await pool.create(HELD)
+    started = time.monotonic()
+    with pytest.raises(SandboxLost, match="reason: oom"):
+        await sandbox.exec(HOG, timeout_s=30)
+    assert 0.8 < time.monotonic() - started < 5
+    assert pool.stats().ended == {"oom": 1}
+    assert (await neighbour.exec("echo fine")).text == "fine\n"
+    with pytest.raises(SandboxError):
+        await pool.resize(sandbox, 256 << 20)
+
+
+async def test_one_that_waits_can_be_killed_and_leaves_nothing(pressed):
+    pool, seen = pressed
+    sandbox = await pool.create(HELD)
+    call = asyncio.create_task(sandbox.exec(HOG, timeout_s=30))
+    await asyncio.wait_for(seen.get(), 10)
+    await asyncio.wait_for(sandbox.kill(), 5)
+    with pytest.raises(SandboxLost, match="reason: killed"):
+        await call
+    assert pool.alive == 0
+
+
+async def test_limits_go_down_and_up(pressed):
+    pool, _ = pressed
+    sandbox = await pool.create(Template("sized", memory_bytes=256 << 20))
+    await pool.resize(sandbox, 48 << 20)
+    assert (await sandbox.exec(HOG)).oom
+    await pool.resize(sandbox, 256 << 20)
+    assert (await sandbox.exec(HOG)).text == "120\n"
+    script = "x = bytearray(1) * (120 << 20); print(1, flush=True); input()"
+    hold = await sandbox.start(f"python3 -I -S -c '{script}'", stdin=None)
+    assert (await anext(aiter(hold))).data == b"1\n"
+    with pytest.raises(SandboxError, match="cannot have another limit"):
+        await pool.resize(sandbox, 48 << 20)
+    assert hold.result is None
+
+
+def test_bad_ones_are_refused():
+    for bad, says in ((dict(oom="wait"), "Template.oom"), (dict(oom_wait_s=0), "oom_wait_s")):
+        with pytest.raises(ConfigError, match=says):
+            Template("bad", **bad)
