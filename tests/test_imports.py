@@ -22,7 +22,7 @@ MODULES = sorted(
 def test_imports(name):
     # Programs define flags of the same names; each is alone in its own process, but not here.
     for module, defined in flags.FLAGS.flags_by_module_dict().items():
-        for flag in defined if module.startswith("launchers.") else ():
+        for flag in list(defined) if module.startswith("launchers.") else ():
             delattr(flags.FLAGS, flag.name)
     importlib.import_module(name)
 
