@@ -7,7 +7,8 @@
 In Python, with Node from venusrl.sandbox.daemon.client:
     async with Node("http://127.0.0.1:7700") as node: sandbox = await node.create(Template("mine"))
 
-The address is printed when it answers; it ends, and its sandboxes with it, at SIGTERM or SIGINT. A sandbox whose client
+Nobody is asked who they are: whoever can connect can make sandboxes, and read what is below --lowers. The address is
+printed when it answers; it ends, and its sandboxes with it, at SIGTERM or SIGINT. A sandbox whose client
 has gone ends when its lease does.
 """
 
@@ -28,6 +29,7 @@ _SOCKET = flags.DEFINE_string("socket", "", "Path of a socket file to listen on,
 _MAX_SANDBOXES = flags.DEFINE_integer("max_sandboxes", 500, "Sandboxes at once.", lower_bound=1)
 _WAIT_S = flags.DEFINE_float("wait_s", 60.0, "Seconds that creation waits for a place.", lower_bound=0.0)
 _TEMPLATES = flags.DEFINE_string("templates", "", "Folder of built templates; empty: one of this user's.")
+_LOWERS = flags.DEFINE_list("lowers", [], "Directories below which templates' lower directories may be.")
 _CHECK = flags.DEFINE_bool("check", False, "Says what works here, and ends.")
 
 
@@ -39,7 +41,7 @@ async def serve() -> None:
         if pool.host["mode"] == "single":
             logging.warning("not root: sandboxes are of one user, without cgroups of their own where the host has none")
         print(f"sandboxes at {address}", flush=True)
-        await answer(Daemon(pool).application, listener)
+        await answer(Daemon(pool, tuple(_LOWERS.value)).application, listener)
 
 
 def main(argv) -> None:

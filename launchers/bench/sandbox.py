@@ -20,6 +20,7 @@ from pathlib import Path
 
 from absl import app, flags
 
+from venusrl.core.errors import SandboxError
 from venusrl.sandbox import SandboxPool, Template
 
 _ALIVE = flags.DEFINE_integer("alive", 500, "Sandboxes at once.", lower_bound=1)
@@ -101,8 +102,10 @@ async def charged(template: Template, script: str, count: int, templates: str) -
         for _ in range(count):
             sandbox = await pool.create(template)
             process = await sandbox.start(f'exec {_PYTHON} -I -S -c "{script}"', stdin=None)
-            assert (await anext(aiter(process))).data == b"1\n"
-        return statistics.mean(usage.private for usage in (await pool.usage()).values())
+            if (await anext(aiter(process))).data != b"1\n":
+                raise SandboxError(f"the process with the warm state failed: {(await process.wait()).text}")
+        usage = await pool.usage()
+        return statistics.mean(used.private for used in usage.values()) if usage else float("nan")
 
 
 def say(text: str, result: dict) -> None:

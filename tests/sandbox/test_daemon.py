@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -222,7 +223,8 @@ async def test_a_client_that_speaks_nonsense_harms_nobody(node, daemon_address):
 
 async def test_a_socket_file_is_this_users_alone(tmp_path):
     path = tmp_path / "node.sock"
-    path.write_bytes(b"")  # what one that was killed left
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))  # what one that was killed left
     daemon, address = start_daemon(f"--socket={path}")
     assert address == f"unix:{path}" and path.stat().st_mode & 0o077 == 0
     async with Node(address) as node:
@@ -230,7 +232,67 @@ async def test_a_socket_file_is_this_users_alone(tmp_path):
     second = [sys.executable, "-m", "launchers.sandboxd", f"--socket={path}"]
     done = subprocess.run(second, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "another process answers there" in done.stderr
+    (tmp_path / "file").write_text("mine")
+    second[-1] = f"--socket={tmp_path / 'file'}"
+    done = subprocess.run(second, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "is no socket" in done.stderr and (tmp_path / "file").read_text() == "mine"
     assert end(daemon) == 0
+
+
+async def test_lower_directories_only_where_the_node_lets_them_be(tmp_path):
+    for name in ("open", "closed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x").write_text(name)
+    (tmp_path / "open/link").symlink_to(tmp_path / "closed")
+    daemon, address = start_daemon(f"--lowers={tmp_path / 'open'}", f"--templates={tmp_path / 'store'}")
+    async with Node(address) as node:
+        sandbox = await node.create(Template("let", lowers=(str(tmp_path / "open"),)))
+        assert (await sandbox.exec("cat x")).text == "open"
+        for lower in ("closed", "open/../closed", "open/link"):
+            with pytest.raises(ConfigError, match="below none"):
+                await node.create(Template("not", lowers=(f"{tmp_path}/{lower}",)))
+    assert end(daemon) == 0
+
+
+async def test_a_pause_is_everybodys(node, daemon_address):
+    first = await node.create(Template("paused"))
+    async with Node(daemon_address) as other:
+        second = await other.connect(first.id, first.template)
+        running = asyncio.create_task(second.exec("sleep 0.3; echo ran", timeout_s=1.0))
+        await asyncio.sleep(0.1)
+        await first.pause()
+        await asyncio.sleep(0.1)
+        late = asyncio.create_task(second.exec("echo late", timeout_s=0.5))
+        plain = asyncio.create_task(
+            asyncio.to_thread(httpx.post, f"{daemon_address}/sandboxes/{first.id}/exec", json={"script": "echo plain"})
+        )
+        third = await other.connect(first.id, first.template)  # one who comes while it is paused
+        waiting = asyncio.create_task(third.exec("echo third"))
+        await asyncio.sleep(1.5)
+        assert not any(task.done() for task in (running, late, plain, waiting))
+        await second.resume()
+        assert [(await task).text for task in (running, late, waiting)] == ["ran\n", "late\n", "third\n"]
+        assert (await running).seconds < 1.0 and not (await late).timed_out and 0 <= (await late).seconds < 0.5
+        assert (await plain).json()["exit_code"] == 0
+        assert not first.paused and (await first.exec("echo on")).text == "on\n"
+
+
+async def test_all_who_are_interested_hear_of_an_end(node, daemon_address):
+    first = await node.create(Template("ends"))
+    process = await first.start("read x; head -c 3000000 /dev/zero; exit 5", stdin=None)
+    async with Node(daemon_address) as other:
+        second = await other.connect(first.id, first.template)
+        taken = await second.connect(process.id)
+        await process.send(b"\n")
+        ended = asyncio.create_task(process.wait())  # which does not turn off what the other takes
+        total = sum([len(output.data) async for output in taken])
+        assert total == 3_000_000 and (await taken.wait()).exit_code == 5
+        assert (await asyncio.wait_for(ended, 5)).exit_code == 5
+        left = await first.start("sleep 0.5; exit 6")
+        async with Node(daemon_address) as visitor:
+            third = await visitor.connect(first.id, first.template)
+            await third.connect(left.id)
+        assert (await asyncio.wait_for(left.wait(), 5)).exit_code == 6
 
 
 def test_check_says_what_works():

@@ -1,6 +1,7 @@
 """Conformance: running commands."""
 
 import asyncio
+import errno
 import re
 import time
 
@@ -169,6 +170,46 @@ async def test_a_command_has_its_own_directory(sandbox):
     await sandbox.write("file", b"")
     with pytest.raises(NotADirectoryError):
         await sandbox.exec("true", cwd="file")
+
+
+async def test_what_is_no_text_harms_nothing(sandbox):
+    """A model may write half of a character into anything."""
+    half = "\ud800"
+    for call in (
+        lambda: sandbox.read(half),
+        lambda: sandbox.write(half, b""),
+        lambda: sandbox.stat(half),
+        lambda: sandbox.list(half),
+        lambda: sandbox.exec("true", cwd=half),
+        lambda: sandbox.exec("true", user_env={"A": half}),
+        lambda: anext(sandbox.watch(half)),
+    ):
+        with pytest.raises(OSError) as error:
+            await call()
+        assert error.value.errno == errno.EINVAL
+    assert (await sandbox.exec(f"echo {half}x")).output == b"\xed\xa0\x80x\n"
+
+
+async def test_what_runs_already_cannot_write_the_next_command(sandbox):
+    """Nor empty it: a shell that waits for its script is there only while nothing is that could."""
+    meddler = r"""
+import os, time
+until = time.time() + 3
+while time.time() < until:
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        for flags in (os.O_WRONLY | os.O_NONBLOCK, os.O_RDONLY | os.O_NONBLOCK):
+            try:
+                if int(pid) != os.getpid() and "pipe" in os.readlink(f"/proc/{pid}/fd/3"):
+                    fd = os.open(f"/proc/{pid}/fd/3", flags)
+                    os.write(fd, b"echo forged\n") if flags & os.O_WRONLY else os.read(fd, 100)
+            except OSError: pass
+"""
+    await sandbox.write("meddler.py", meddler.encode())
+    await sandbox.exec("true")
+    await sandbox.exec("python3 -I -S meddler.py &")
+    for i in range(30):
+        assert (await sandbox.exec(f"echo true {i}")).text == f"true {i}\n"
+        await asyncio.sleep(0.05)
 
 
 async def test_bad_arguments_are_refused(sandbox):

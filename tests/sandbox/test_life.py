@@ -182,6 +182,14 @@ async def test_cancelled_create_gives_its_place_back():
         assert (await sandbox.exec("echo ok")).text == "ok\n"
 
 
+async def test_many_large_requests_at_once_all_arrive():
+    """More than the socket to the spawner holds."""
+    async with SandboxPool(max_sandboxes=40) as pool:
+        large = Template("large", env={"A": "x" * 60_000})
+        sandboxes = await asyncio.wait_for(asyncio.gather(*(pool.create(large) for _ in range(40))), 30)
+        assert (await sandboxes[-1].exec("echo ${#A}")).text == "60000\n"
+
+
 async def test_close_ends_all():
     pool = SandboxPool(max_sandboxes=3)
     sandboxes = [await pool.create(Template("x")) for _ in range(3)]

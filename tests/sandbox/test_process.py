@@ -59,6 +59,20 @@ async def test_waiting_without_reading_does_not_stop_it(sandbox):
     assert result == process.result
 
 
+async def test_waiting_after_reading_a_part_does_not_stop_it(sandbox):
+    process = await sandbox.start("echo ready; head -c 5000000 /dev/zero; exit 3")
+    async for output in process:
+        if b"ready" in output.data:
+            break
+    assert (await asyncio.wait_for(process.wait(), 10)).exit_code == 3
+    other = await sandbox.start("echo ready; sleep 0.3; head -c 5000000 /dev/zero; exit 4")
+    waiting = asyncio.create_task(other.wait())  # while another reads, and then stops
+    async for _ in other:
+        await asyncio.sleep(0.1)
+        break
+    assert (await asyncio.wait_for(waiting, 10)).exit_code == 4
+
+
 async def test_input_comes_as_it_is_sent(sandbox):
     process = await sandbox.start("while read line; do echo got $line; done; echo end", stdin=None)
     outputs = aiter(process)
@@ -158,6 +172,24 @@ async def test_they_are_listed_until_they_end_and_their_end_is_kept(sandbox):
         await sandbox.connect(12345)
 
 
+async def test_one_who_connects_misses_nothing_and_gets_nothing_twice(sandbox):
+    process = await sandbox.start("for i in $(seq 1000 1999); do echo $i; done; echo end", follow=False)
+    for _ in range(5):
+        again = await sandbox.connect(process.id)
+    streams, _ = await collect(again)
+    seen = b"".join(streams[name] for name in ("kept", "stdout") if name in streams)
+    assert seen == b"".join(b"%d\n" % i for i in range(1000, 2000)) + b"end\n"
+
+
+async def test_an_exec_is_its_callers(sandbox):
+    call = asyncio.create_task(sandbox.exec("sleep 0.5; echo mine"))
+    await asyncio.sleep(0.2)
+    [listed] = await sandbox.processes()
+    with pytest.raises(ProcessLookupError):
+        await sandbox.connect(listed.id)
+    assert (await call).text == "mine\n"
+
+
 async def test_one_who_connects_takes_over(sandbox):
     first = await sandbox.start("echo early; read x; echo late", stdin=None)
     assert (await anext(aiter(first))).data == b"early\n"
@@ -230,6 +262,15 @@ async def test_watched_files_tell_their_changes(sandbox):
     await watched.aclose()
     with pytest.raises(FileNotFoundError):
         await anext(sandbox.watch("none"))
+
+
+async def test_terminals_of_one_sandbox_do_not_use_up_anothers(pool):
+    greedy, other = await pool.create(Template("greedy")), await pool.create(Template("other"))
+    script = (
+        'import os\nn=0\ntry:\n  while n < 500: os.open("/dev/ptmx", os.O_RDWR); n += 1\nexcept OSError: pass\nprint(n)'
+    )
+    assert int((await greedy.exec(f"python3 -I -S -c '{script}'")).text) <= 64
+    assert (await (await other.start("tty", pty=(24, 80))).wait()).text.startswith("/dev/pts/")
 
 
 async def test_many_at_once(pool):

@@ -84,6 +84,44 @@ async def test_a_set_up_that_fails_says_so_and_leaves_nothing(pool, store):
     assert await text(await pool.create(RANDOM), "cat d/f") == "deep\n"
 
 
+async def test_a_set_up_that_makes_too_much_is_stopped(pool, store):
+    script = "for i in $(seq 100); do head -c 10000000 /dev/zero > $i; sleep 0.1; done"
+    with pytest.raises(SandboxError, match="more than layer_bytes=30000000"):
+        await pool.create(Template("big", setup=(script,), layer_bytes=30_000_000))
+    assert os.listdir(store.folder) == []
+
+
+async def test_what_nobody_uses_is_let_go(pool, store, monkeypatch):
+    monkeypatch.setattr("venusrl.sandbox.pool.LINGER_S", 0.3)
+    first, second = await pool.create(RANDOM), await pool.create(RANDOM)
+    await first.kill()
+    await asyncio.sleep(0.6)
+    with pytest.raises(SandboxError, match="is in use"):
+        store.delete(store.find("random").key)
+    await second.kill()
+    await asyncio.sleep(0.6)
+    store.delete(store.find("random").key)
+    assert not [name for name in usage(pool) if name.startswith("layer-")]
+    assert await text(await pool.create(RANDOM), "cat d/f") == "deep\n"  # and it is built again
+
+
+async def test_two_pools_may_build_the_same_at_once(pool, store):
+    async with SandboxPool(max_sandboxes=2, templates=store.folder) as other:
+        a, b = await asyncio.gather(pool.create(RANDOM), other.create(RANDOM))
+        assert await text(a, "cat id") == await text(b, "cat id")
+    assert os.listdir(store.folder) == [store.find("random").key]
+
+
+async def test_what_is_not_ours_stays(pool, store):
+    """The folder may be one that has other things in it."""
+    for name in ("photos", ".config.d", f".{'a' * 64}"):
+        (store.folder / name).mkdir(parents=True)
+        (store.folder / name / "mine").write_text("mine")
+    await pool.create(RANDOM)
+    assert all((store.folder / name / "mine").exists() for name in ("photos", ".config.d", f".{'a' * 64}"))
+    assert [manifest.name for manifest in store.list()] == ["random"]
+
+
 async def test_one_in_use_is_not_deleted(pool, store):
     await pool.create(RANDOM)
     manifest = store.find("random")

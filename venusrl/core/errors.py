@@ -37,7 +37,8 @@ class SandboxLost(SandboxError):
     """The sandbox is gone.
 
     Attributes:
-      reason: one of "killed", "oom", "ttl", "node-lost", "closed", "lease" (its owner was away for too long).
+      reason: one of "killed", "oom", "ttl", "node-lost", "closed", "lease" (its owner was away for too long),
+        or "unknown" where a daemon has never heard of it.
     """
 
     def __init__(self, sandbox_id: str, reason: str):

@@ -1,10 +1,10 @@
 """HTTP over sockets of ours: bound before anybody is told the address, and without signal handlers."""
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
+import stat
 
 import uvicorn
 from starlette.applications import Starlette
@@ -41,7 +41,9 @@ def listen_at(path: str) -> tuple[socket.socket, str]:
     try:
         if _answers(path):
             raise ConfigError(f"--socket={path}: another process answers there; stop it, or give another path")
-        with contextlib.suppress(FileNotFoundError):
+        if os.path.exists(path):
+            if not stat.S_ISSOCK(os.stat(path).st_mode):
+                raise ConfigError(f"--socket={path}: there is a file that is no socket; give another path")
             os.unlink(path)
         before = os.umask(0o177)
         try:
@@ -74,6 +76,7 @@ class Server:
             timeout_graceful_shutdown=grace_s,
             ws_max_size=_MESSAGE_BYTES,
             ws_per_message_deflate=False,
+            ws_ping_interval=None,  # a client may be busy for minutes; one that is gone has closed its connection
         )
         self._server, self._listener = uvicorn.Server(options), listener
 

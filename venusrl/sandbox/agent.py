@@ -9,10 +9,12 @@ command that was started: {job, stream} with output as the body, and at the end 
 of its output. {watch, events} tells of files.
 """
 
+import contextlib
 import errno
 import os
 import select
 import signal
+import struct
 import time
 from collections.abc import Callable
 
@@ -52,6 +54,7 @@ class Agent:
         self._output_bytes = output_bytes
         self._environment = environment
         self._jobs: dict[int, Job] = {}
+        self._held: list[tuple[dict, bytes]] = []  # commands that wait for the sandbox to go on
         self._ended: dict[int, tuple[dict, bytes]] = {}  # how started commands ended
         self._spare: Spare | None = None
         self._spare_until = 0.0
@@ -116,15 +119,20 @@ class Agent:
     # Requests
 
     def _serve_request(self, header: dict, body: bytes) -> None:
-        serve = getattr(self, f"_serve_{header['op']}", None)
+        if self._paused_at is not None and header["op"] in ("exec", "start"):
+            self._held.append((header, body))  # it starts when the sandbox goes on
+            return
+        serve = getattr(self, f"_op_{header['op']}", None)
         try:
             answer = serve(header, body) if serve is not None else files.serve(header["op"], header, body)
         except OSError as error:
             answer = {"errno": error.errno or errno.EIO}, b""
+        except (ValueError, TypeError, KeyError, struct.error):  # a path that is no text, a field of the wrong kind
+            answer = {"errno": errno.EINVAL}, b""
         if answer is not None:
             self._send({"id": header["id"], **answer[0]}, answer[1])
 
-    def _serve_exec(self, header: dict, body: bytes):
+    def _op_exec(self, header: dict, body: bytes):
         before = read_oom_kills(self._oom_fd)
         job = self._begin(header, body)
         job.oom_kills = before
@@ -132,7 +140,7 @@ class Agent:
         self._attend(job)
         return None if job.attached else ({"pid": job.pid}, b"")
 
-    _serve_start = _serve_exec
+    _op_start = _op_exec
 
     def _begin(self, header: dict, body: bytes) -> Job:
         """A new job; on the spare shell, where that fits and has not been killed."""
@@ -145,12 +153,17 @@ class Agent:
                 return Job(*arguments, spare)
             except OSError:
                 spare.close()
+        self._drop_spare()
         return Job(*arguments)
 
     def _prepare(self) -> None:
-        """A spare shell for what comes next; one that is not used ends after a while."""
+        """A spare shell for what comes next; one that is not used ends after a while.
+
+        Only where no process is that could tamper with it, and it ends before another starts: its script comes through
+        a pipe that others of the sandbox could open.
+        """
         self._spare_until = time.monotonic() + _SPARE_S
-        if self._spare is None and self._paused_at is None:
+        if self._spare is None and self._paused_at is None and not self._jobs and not outside(set()):
             try:
                 self._spare = Spare(self._process_limit, self._environment)
             except OSError:
@@ -161,26 +174,33 @@ class Agent:
             self._spare.close()
             self._spare = None
 
-    def _serve_cancel(self, header: dict, body: bytes):
+    def _op_cancel(self, header: dict, body: bytes):
+        self._held = [held for held in self._held if held[0]["id"] != header["job"]]
         job = self._jobs.get(header["job"])
         if job is not None and job.status is None:
             self._stop(job, "cancelled")
 
-    def _serve_pause(self, header: dict, body: bytes):
+    def _op_pause(self, header: dict, body: bytes):
         if self._paused_at is None:
+            self._drop_spare()
             self._signal_all(signal.SIGSTOP)
             self._paused_at = time.monotonic()
+            self._send({"paused": True})
         return {}, b""
 
-    def _serve_resume(self, header: dict, body: bytes):
+    def _op_resume(self, header: dict, body: bytes):
         if self._paused_at is not None:
             for job in self._jobs.values():
                 job.delay(time.monotonic() - self._paused_at)
             self._paused_at = None
             self._signal_all(signal.SIGCONT)
+            self._send({"paused": False})
+            held, self._held = self._held, []
+            for request in held:
+                self._serve_request(*request)
         return {}, b""
 
-    def _serve_processes(self, header: dict, body: bytes):
+    def _op_processes(self, header: dict, body: bytes):
         now = time.monotonic()
         rows = [
             [job.number, job.pid, job.script[:_SHOWN_BYTES].decode("utf-8", "replace"), now - job.started]
@@ -189,7 +209,7 @@ class Agent:
         ]
         return {"processes": rows}, b""
 
-    def _serve_connect(self, header: dict, body: bytes):
+    def _op_connect(self, header: dict, body: bytes):
         """What is kept of the output so far; the rest follows. After its end, that again."""
         number = header["job"]
         if number in self._ended:
@@ -198,18 +218,20 @@ class Agent:
             self._send(end, output)
             return None
         job = self._job(number)
+        if job.attached:
+            raise ProcessLookupError(errno.ESRCH, "it is another's exec")
         self._send({"id": header["id"], "pid": job.pid}, job.capture.result())
         self._set_window(job, header["window"])
         return None
 
-    def _serve_window(self, header: dict, body: bytes):
+    def _op_window(self, header: dict, body: bytes):
         """The owner takes `bytes` more, or (None) follows the output no longer."""
         job = self._jobs.get(header["job"])
         if job is not None:
             more = header["bytes"]
             self._set_window(job, None if more is None or job.window is None else job.window + more)
 
-    def _serve_input(self, header: dict, body: bytes):
+    def _op_input(self, header: dict, body: bytes):
         """Answered when it has been written."""
         job = self._job(header["job"])
         if job.stdin < 0:
@@ -217,22 +239,22 @@ class Agent:
         job.unsent.append((header["id"], body or None))
         self._write(job)
 
-    def _serve_signal(self, header: dict, body: bytes):
+    def _op_signal(self, header: dict, body: bytes):
         os.killpg(self._job(header["job"]).pid, header["number"])
         return {}, b""
 
-    def _serve_resize(self, header: dict, body: bytes):
+    def _op_resize(self, header: dict, body: bytes):
         self._job(header["job"]).resize(header["rows"], header["columns"])
         return {}, b""
 
-    def _serve_watch(self, header: dict, body: bytes):
+    def _op_watch(self, header: dict, body: bytes):
         if self._watcher is None:
             self._watcher = Watcher()
             self._listen(self._watcher.fd, self._tell_changes)
         self._watcher.add(header["id"], os.path.join(WORKSPACE, header["path"]))
         return {}, b""
 
-    def _serve_unwatch(self, header: dict, body: bytes):
+    def _op_unwatch(self, header: dict, body: bytes):
         if self._watcher is not None:
             self._watcher.remove(header["watch"])
         return {}, b""
@@ -343,7 +365,8 @@ class Agent:
             self._signal_all(signal.SIGSTOP)  # so that none forks while the others are told apart
             killed = outside(others)
             for pid in killed:
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                    os.kill(pid, signal.SIGKILL)
             if self._paused_at is None:
                 self._signal_all(signal.SIGCONT)
         give_up = time.monotonic() + _KILL_WAIT_S

@@ -20,6 +20,7 @@ _GRACE_S = 30.0
 # How long the reason of a sandbox's end may come after its socket closed.
 _REASON_WAIT_S = 5.0
 _USERS = ("", "sandbox")
+_MOST_CHANGES = 10_000  # of a watched path that wait to be taken
 RANGE = 1 << 32  # ids of one client
 _UNANSWERED = ("cancel", "window")
 _OWNER_REASONS = ("killed", "closed", "ttl", "oom", "node-lost", "lease")
@@ -58,6 +59,7 @@ class ProcessSandbox:
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._waiting: dict[int, asyncio.Future[tuple[dict, bytes]]] = {}
         self._processes: dict[int, list[RemoteProcess]] = {}
+        self._beginning: dict[int, RemoteProcess] = {}  # by the request that starts or connects it
         self._watches: dict[int, asyncio.Queue[FileChange | None]] = {}
         self._last_id = first_id
         self._range = first_id // RANGE
@@ -120,6 +122,8 @@ class ProcessSandbox:
         header, raw = _command("start", script, timeout_s, silent_s, user, cwd, user_env)
         if pty is not None:
             check_size(*pty)
+            if stdin:
+                raise ConfigError("start stdin with pty: a terminal's input comes by Process.send")
             header["env"] = {"TERM": "xterm-256color", **header["env"]}
         header |= {"stdin": "pipe" if stdin is None else "bytes", "pty": None if pty is None else list(pty)}
         header |= {"merged": False, "window": WINDOW_BYTES if follow else None}
@@ -163,6 +167,8 @@ class ProcessSandbox:
 
     async def watch(self, path: str) -> AsyncIterator[FileChange]:
         """See Sandbox.watch."""
+        if "\0" in path:
+            raise OSError(errno.EINVAL, "NUL in path", path)
         await self._until_running()
         request_id, future = self._send({"op": "watch", "path": path})
         changes = self._watches[request_id] = asyncio.Queue()
@@ -183,16 +189,21 @@ class ProcessSandbox:
 
     async def pause(self) -> None:
         """See Sandbox.pause. Calls made while paused wait for resume."""
-        if self._paused_since is None:
-            self._check_alive()
-            self._paused_since = self._loop.time()
-            self._running.clear()
+        self._check_alive()
+        self._set_paused(True)
         await self._control("pause")
 
     async def resume(self) -> None:
         """See Sandbox.resume."""
         await self._control("resume")
-        if self._paused_since is not None:
+        self._set_paused(False)
+
+    def _set_paused(self, paused: bool) -> None:
+        """As this client asked, or as the sandbox says that another did."""
+        if paused and self._paused_since is None:
+            self._paused_since = self._loop.time()
+            self._running.clear()
+        elif not paused and self._paused_since is not None:
             self._paused_s += self._loop.time() - self._paused_since
             self._paused_since = None
             self._running.set()
@@ -221,11 +232,16 @@ class ProcessSandbox:
         """Why the sandbox is gone; None while it lives."""
         return self._lost
 
-    def when_lost(self, mourner: Callable[[str], None]) -> None:
-        """Calls with the reason when it is gone; at once where it is."""
+    @property
+    def paused(self) -> bool:
+        return self._paused_since is not None
+
+    def when_lost(self, mourner: Callable[[str], None]) -> Callable[[], None]:
+        """Calls with the reason when it is gone, at once where it is; what is returned takes that back."""
         self._mourners.append(mourner)
         if self._lost is not None:
             mourner(self._lost)
+        return lambda: self._mourners.remove(mourner)
 
     def mark_lost(self, reason: str) -> None:
         """The sandbox is gone, or as good as gone. The first reason stands; every call in flight fails now."""
@@ -245,7 +261,7 @@ class ProcessSandbox:
             process.ended(SandboxLost(self.id, reason))
         for changes in self._watches.values():
             changes.put_nowait(None)
-        for mourner in self._mourners:
+        for mourner in list(self._mourners):
             mourner(reason)
         self._writer.close()
         if asyncio.current_task() is not self._receiver:
@@ -276,14 +292,16 @@ class ProcessSandbox:
         for earlier in group:
             earlier.unfollow()
         group.append(process)
+        self._beginning[request_id] = process
         try:
-            answer, kept = await self._answer(future, _GRACE_S, header.get("cwd"))
+            await self._answer(future, _GRACE_S, header.get("cwd"))
         except BaseException:
+            self._beginning.pop(request_id, None)
             group.remove(process)
-            if job is None and self._lost is None:
-                self._send({"op": "cancel", "job": request_id})
+            if not group:
+                self._processes.pop(process.id, None)
+            self._tell({"op": "cancel", "job": request_id} if job is None else _unfollowed(job))
             raise
-        process.began(answer["pid"], kept)
         return process
 
     async def _ask(self, header: dict, body: bytes) -> tuple[dict, bytes]:
@@ -344,13 +362,20 @@ class ProcessSandbox:
                 self._ready.set_result(None)
             while True:
                 answer, body = await read_frame(self._reader)
-                number = answer.get("id", answer.get("job", answer.get("watch")))
+                if "paused" in answer:
+                    self._set_paused(answer["paused"])
+                    self.foreign(answer, body)
+                    continue
+                number = answer.get("id", answer.get("job", answer.get("watch", 0)))
                 if number // RANGE != self._range and number not in self._processes:
                     self.foreign(answer, body)
                     continue
                 if "id" not in answer:
                     self._told(answer, body)
                     continue
+                process = self._beginning.pop(answer["id"], None)
+                if process is not None and "errno" not in answer:
+                    process.began(answer["pid"], body)
                 future = self._waiting.pop(answer["id"], None)
                 if future is not None and not future.done():
                     future.set_result((answer, body))
@@ -364,6 +389,10 @@ class ProcessSandbox:
         if "watch" in message:
             changes = self._watches.get(message["watch"])
             for kind, name in message["events"] if changes is not None else ():
+                if changes.qsize() == _MOST_CHANGES:  # they come faster than they are taken
+                    while not changes.empty():
+                        changes.get_nowait()
+                    changes.put_nowait(FileChange("lost", ""))
                 changes.put_nowait(FileChange(kind, name))
         elif "stream" in message:
             for process in self._processes.get(message["job"], ()):
@@ -371,6 +400,10 @@ class ProcessSandbox:
         else:
             for process in self._processes.pop(message["job"], ()):
                 process.ended(_result(message, body))
+
+
+def _unfollowed(job: int) -> dict:
+    return {"op": "window", "job": job, "bytes": None}
 
 
 def _command(
@@ -392,9 +425,17 @@ def _command(
         raise ConfigError(f"{what} cwd={cwd!r}: give a directory, without NUL")
     env = dict(user_env or {})
     check_env(f"{what} user_env", env)
-    raw = script.encode("utf-8", "surrogateescape") if isinstance(script, str) else script
+    raw = _encoded(script) if isinstance(script, str) else script
     header = {"op": what, "timeout_s": timeout_s, "silent_s": silent_s, "env": env, "script_bytes": len(raw)}
     return {**header, "cwd": cwd}, raw
+
+
+def _encoded(script: str) -> bytes:
+    """As UTF-8; undecodable bytes as they were, and what is no text at all (a lone surrogate) as it is."""
+    try:
+        return script.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return script.encode("utf-8", "surrogatepass")
 
 
 def _result(answer: dict, output: bytes) -> ExecResult:

@@ -33,6 +33,7 @@ class Template:
       lowers: directories of the host that are copied into /workspace when it is built, later ones over earlier.
       setup: commands that then run there, in a sandbox of these limits.
       setup_s: seconds that each of those may take.
+      layer_bytes: most bytes of what is built; that is on the host's disk, not in disk_bytes.
       oom: what happens when memory_bytes are used up: "kill", the kernel kills a process, and the command's result says
         so; or "hold" (cgroups of version 1), the sandbox stands still for `oom_wait_s` seconds, in which its owner may
         give it more (SandboxPool.resize), and else ends with the reason "oom".
@@ -63,12 +64,14 @@ class Template:
     lowers: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
     setup_s: float = 600.0
+    layer_bytes: int = 4096 * MIB
     oom: str = "kill"
     oom_wait_s: float = 10.0
     tenant: str = ""
 
     def __post_init__(self):
         lowest = {"memory_bytes": 16 * MIB, "pids": 2, "file_bytes": 4096, "disk_bytes": MIB, "output_bytes": 256}
+        lowest["layer_bytes"] = 4096
         for name, low in lowest.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
@@ -121,7 +124,7 @@ class ExecResult:
       output: stdout and stderr in the order written. Where it was longer than the template's `output_bytes`, the
         middle is replaced by one line saying how many bytes were elided.
       output_total: bytes the command wrote.
-      timed_out: a deadline passed; every process of the sandbox that belongs to no other running command was killed.
+      timed_out: a deadline passed, or it was killed; every process of the sandbox that belongs to no other running command was killed.
       silent: it was the deadline for output.
       seconds: wall time of the exec, without time spent paused.
       oom: the kernel killed a process of this sandbox for its memory limit while the exec ran.

@@ -22,7 +22,11 @@ def walk(tree: str):
         folders.sort()
         for name in sorted([*files, *folders]):
             path = os.path.join(parent, name)
-            yield os.path.relpath(path, tree), os.lstat(path)
+            try:
+                info = os.lstat(path)
+            except FileNotFoundError:
+                continue  # it is being made, and has gone again
+            yield os.path.relpath(path, tree), info
 
 
 def hold(tree: str, control: socket.socket, life_fd: int) -> None:
@@ -39,6 +43,9 @@ def hold(tree: str, control: socket.socket, life_fd: int) -> None:
                 if libc.mmap(None, size, _PROT_READ, _MAP_SHARED | flag, fd, offset) != _FAILED:
                     held += info.st_size
                     break
+            else:  # a process may map some 65,000 files: the rest are read at least
+                while data := os.read(fd, 1 << 20):
+                    held += len(data)
             os.close(fd)
     control.sendall(pack({"held": held}))
     waiting = select.poll()

@@ -30,6 +30,7 @@ class Spare:
         null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         self.output, write = os.pipe2(os.O_CLOEXEC)
         script, self._script = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._script, False)
         try:
             targets = ((null, 0), (write, 1), (write, 2), (script, 3))
             actions = [(os.POSIX_SPAWN_DUP2, source, target) for source, target in targets]
@@ -48,8 +49,9 @@ class Spare:
         return plain and len(body) == header["script_bytes"] <= SPARE_SCRIPT_BYTES
 
     def begin(self, script: bytes) -> None:
-        """OSError where it has ended."""
-        os.write(self._script, script)
+        """OSError where it has ended, or does not take its script."""
+        if os.write(self._script, script) < len(script):
+            raise OSError(errno.EAGAIN, "its pipe is full")
         os.close(self._script)
         self._script = -1
 
@@ -95,9 +97,9 @@ class Job:
         self.unsent: list[tuple[int, bytes | None]] = []
         self.script = body[:80]
         if spare is not None:
+            spare.begin(body)
             self.outputs[spare.output], self.pid = "output", spare.pid
             os.set_blocking(spare.output, False)
-            spare.begin(body)
             return
         cut = header["script_bytes"]
         opened: list[int] = []
@@ -207,11 +209,9 @@ class Job:
         while self.unsent:
             request, data = self.unsent[0]
             failed = None if self.stdin >= 0 else errno.EPIPE
-            if data is None and failed is None:
-                self._end_input()
-            elif failed is None:
+            if failed is None:
                 try:
-                    left = data[os.write(self.stdin, data) :] if data else b""
+                    left = self._end_input() if data is None else data[os.write(self.stdin, data) :]
                 except BlockingIOError:
                     return done
                 except OSError as error:
@@ -223,12 +223,14 @@ class Job:
             done.append((request, failed))
         return done
 
-    def _end_input(self) -> None:
+    def _end_input(self) -> bytes:
+        """What is left of that: nothing."""
         if self.has_terminal:
             os.write(self.stdin, b"\x04")
         else:
             os.close(self.stdin)
             self.stdin = -1
+        return b""
 
     def close(self) -> None:
         """Closes what is open of its input and output."""

@@ -4,12 +4,15 @@ A layer is a folder `<key>` with `tree`, its files, and `manifest.json`. It is u
 which ends with the process that holds it, and deleted under an exclusive one.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,6 +22,8 @@ from venusrl.sandbox.holder import walk
 
 USER_ID = 1000  # owner of a layer's files, as rootfs.USER_ID
 _FORMAT = 1
+_KEY = re.compile(r"[0-9a-f]{64}")
+_STAGED = re.compile(r"\.[0-9a-f]{64}\.\w+")
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,7 @@ class LayerStore:
 
     def __init__(self, folder: str | os.PathLike):
         self.folder = Path(folder)
+        self._building: dict[Path, int] = {}  # locks of what this process builds
 
     def key(self, template: Template) -> str:
         """Names what the template's layer is made of: its lower directories as they are now, and its set-up.
@@ -111,7 +117,7 @@ class LayerStore:
                 os.close(lock)
                 return None
             manifest = _manifest(folder)
-            files, size = _count(folder / "tree")
+            files, size = count(folder / "tree")
             if (files, size) != (manifest.files, manifest.bytes):
                 raise SandboxError(
                     f"template {key[:12]} is damaged: {files} files of {size} bytes, where its manifest says "
@@ -124,15 +130,22 @@ class LayerStore:
 
     def stage(self, template: Template, key: str) -> Path:
         """A new folder with a copy of the template's lower directories, later ones over earlier, in its `tree`."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._sweep()
-        folder = self.folder / f".{key}.{os.getpid()}"
-        tree = folder / "tree"
-        shutil.rmtree(folder, ignore_errors=True)
-        tree.mkdir(parents=True)
-        for lower in template.lowers:
-            shutil.copytree(lower, tree, symlinks=True, dirs_exist_ok=True)
-        _own(tree)
+        folder = Path(tempfile.mkdtemp(prefix=f".{key}.", dir=self.folder))
+        self._building[folder] = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(self._building[folder], fcntl.LOCK_EX)
+        try:
+            tree = folder / "tree"
+            tree.mkdir()
+            for lower in template.lowers:
+                shutil.copytree(lower, tree, symlinks=True, dirs_exist_ok=True)
+            if self.key(template) != key:
+                raise SandboxError(f"Template.lowers of {template.name!r} changed while they were copied; build again")
+            _own(tree)
+        except BaseException:
+            self.discard(folder)
+            raise
         return folder
 
     def finish(self, template: Template, key: str, staged: Path) -> None:
@@ -151,18 +164,22 @@ class LayerStore:
         except OSError:
             if not (self.folder / key / "manifest.json").exists():
                 raise
-            shutil.rmtree(staged)
+        self.discard(staged)
 
     def discard(self, staged: Path) -> None:
-        """Forgets what was staged."""
+        """Forgets what was staged, where it has not become a layer."""
         shutil.rmtree(staged, ignore_errors=True)
+        os.close(self._building.pop(staged))
 
     def list(self) -> list[Manifest]:
         """Those that are built, by name."""
         if not self.folder.is_dir():
             return []
-        built = [path for path in self.folder.iterdir() if (path / "manifest.json").exists()]
-        found = [_manifest(path) for path in built if not path.name.startswith(".")]
+        found = []
+        for path in self.folder.iterdir():
+            if _KEY.fullmatch(path.name) and (path / "manifest.json").exists():
+                with contextlib.suppress(SandboxError):  # whoever needs it is told
+                    found.append(_manifest(path))
         return sorted(found, key=lambda manifest: (manifest.name, manifest.key))
 
     def find(self, prefix: str) -> Manifest:
@@ -203,14 +220,18 @@ class LayerStore:
             os.close(lock)
 
     def _sweep(self) -> None:
-        """Removes what builders that are gone have left."""
-        for folder in self.folder.glob(".*.*"):
-            pid = folder.name.rpartition(".")[2]
-            if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
-                shutil.rmtree(folder, ignore_errors=True)
+        """Removes what builders, and deleters, that are gone have left; nothing that is not named as ours is."""
         for folder in self.folder.iterdir():
-            if not folder.name.startswith(".") and not (folder / "manifest.json").exists():
+            if _KEY.fullmatch(folder.name) and not (folder / "manifest.json").exists():
                 shutil.rmtree(folder, ignore_errors=True)
+            elif _STAGED.fullmatch(folder.name):
+                with contextlib.suppress(OSError):
+                    lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+                    try:
+                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not while its builder lives
+                        shutil.rmtree(folder, ignore_errors=True)
+                    finally:
+                        os.close(lock)
 
 
 def _manifest(folder: Path) -> Manifest:
@@ -223,7 +244,8 @@ def _manifest(folder: Path) -> Manifest:
         raise SandboxError(f"the manifest of {folder} is damaged ({error}); delete it and build again") from None
 
 
-def _count(tree: Path) -> tuple[int, int]:
+def count(tree: Path) -> tuple[int, int]:
+    """(entries, bytes of regular files) of a folder, which may change meanwhile."""
     entries = [info for _, info in walk(tree)]
     return len(entries), sum(info.st_size for info in entries if stat.S_ISREG(info.st_mode))
 

@@ -145,12 +145,15 @@ class Group:
         if self._oom_path is None:
             raise OSError(errno.ENOTSUP, "no memory cgroup")
         directory = os.path.dirname(self._oom_path)
-        files = ["memory.max"]
-        if self._oom_path.endswith("memory.oom_control"):
-            # The one with swap may never be the lower: it is the first to be raised, the last to be lowered.
-            files = ["memory.memsw.limit_in_bytes", "memory.limit_in_bytes"]
-            with open(f"{directory}/memory.limit_in_bytes") as f:
-                files = files if memory_bytes >= int(f.read()) else files[::-1]
+        if not self._oom_path.endswith("memory.oom_control"):
+            if self.usage()[0] > memory_bytes:  # version 2 would kill for it
+                raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+            _write(f"{directory}/memory.max", str(memory_bytes))
+            return
+        # The one with swap may never be the lower: it is the first to be raised, the last to be lowered.
+        files = ["memory.memsw.limit_in_bytes", "memory.limit_in_bytes"]
+        with open(f"{directory}/memory.limit_in_bytes") as f:
+            files = files if memory_bytes >= int(f.read()) else files[::-1]
         for file in files:
             if os.path.exists(f"{directory}/{file}"):
                 _write(f"{directory}/{file}", str(memory_bytes))

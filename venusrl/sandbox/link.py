@@ -42,11 +42,14 @@ class SpawnerLink:
         self._control = control
         self._on_gone = on_gone
         self._on_pressure = on_pressure
-        self._resizing: dict[str, list[asyncio.Future[None]]] = {}
+        self._resizing: dict[int, tuple[str, asyncio.Future[None]]] = {}
+        self._resized = 0
         self._loop = asyncio.get_running_loop()
         self._hello: asyncio.Future[dict] = self._loop.create_future()
         self._creating: dict[str, asyncio.Future[socket.socket]] = {}
         self._ending: dict[str, asyncio.Event] = {}
+        self._sending = asyncio.Lock()
+        self._tasks: set[asyncio.Task] = set()
         self._usage: dict[str, tuple[int, int]] = {}
         self._measuring: asyncio.Future[dict[str, tuple[int, int]]] | None = None
         self.process_id = process.pid
@@ -111,18 +114,23 @@ class SpawnerLink:
         """
         if self._measuring is None:
             self._measuring = self._loop.create_future()
-            try:
-                await self._tell({"op": "usage"})
-            except SandboxError:
-                self._measuring = None
-                raise
+            self._tasks.add(task := self._loop.create_task(self._tell({"op": "usage"})))
+            task.add_done_callback(self._asked)
         return await asyncio.shield(self._measuring)
+
+    def _asked(self, task: asyncio.Task) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None and self._measuring is not None:
+            self._measuring.set_exception(task.exception())
+            self._measuring.exception()  # seen: who asked may have been cancelled
+            self._measuring = None
 
     async def resize(self, sandbox_id: str, memory_bytes: int) -> None:
         """Another limit of memory. SandboxError where the kernel refuses, or the sandbox or the spawner is gone."""
         future: asyncio.Future[None] = self._loop.create_future()
-        self._resizing.setdefault(sandbox_id, []).append(future)
-        await self._tell({"op": "resize", "id": sandbox_id, "memory_bytes": memory_bytes})
+        self._resized += 1
+        self._resizing[self._resized] = (sandbox_id, future)
+        await self._tell({"op": "resize", "id": sandbox_id, "memory_bytes": memory_bytes, "request": self._resized})
         await future
 
     async def end(self, sandbox_id: str, reason: str) -> None:
@@ -155,7 +163,9 @@ class SpawnerLink:
         if self.closed.is_set():
             raise SandboxError("the spawner is gone")
         try:
-            await self._loop.sock_sendall(self._control, data)
+            # One at a time: of several that wait for room, the loop would finish the last only.
+            async with self._sending:
+                await self._loop.sock_sendall(self._control, data)
         except OSError as error:
             raise SandboxError(f"the spawner is gone ({error})") from error
 
@@ -178,7 +188,7 @@ class SpawnerLink:
         elif event == "pressure":
             self._on_pressure(sandbox_id)
         elif event == "resized":
-            self._answer_resize(sandbox_id, message)
+            self._answer_resize(message)
         elif event == "usage":
             self._usage |= {name: (charged, kernel) for name, charged, kernel in message["rows"]}
             if message["last"]:
@@ -187,10 +197,8 @@ class SpawnerLink:
         else:
             self._answer_create(sandbox_id, message, fds)
 
-    def _answer_resize(self, sandbox_id: str, message: dict) -> None:
-        future = self._resizing[sandbox_id].pop(0)
-        if not self._resizing[sandbox_id]:
-            del self._resizing[sandbox_id]
+    def _answer_resize(self, message: dict) -> None:
+        sandbox_id, future = self._resizing.pop(message["request"])
         if future.done():
             return
         if message["error"] is not None or not message["known"]:
@@ -231,9 +239,10 @@ class SpawnerLink:
             if not future.done():
                 future.set_exception(SandboxError("the spawner died during create"))
         self._creating.clear()
-        for future in [future for futures in self._resizing.values() for future in futures]:
+        for _, future in self._resizing.values():
             if not future.done():
                 future.set_exception(SandboxError("the spawner is gone"))
+                future.exception()  # seen: who asked may have been cancelled
         self._resizing.clear()
         if self._measuring is not None and not self._measuring.done():
             self._measuring.set_exception(SandboxError("the spawner is gone"))

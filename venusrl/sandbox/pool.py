@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import resource
 import sys
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,15 +17,21 @@ from venusrl.sandbox.accounting import History, Usage
 from venusrl.sandbox.client import ProcessSandbox
 from venusrl.sandbox.contract import MIB, WORKSPACE, Template
 from venusrl.sandbox.gate import Gate
-from venusrl.sandbox.layers import Layer, LayerStore, default_folder
+from venusrl.sandbox.layers import Layer, LayerStore, count, default_folder
 from venusrl.sandbox.link import SpawnerLink
 from venusrl.sandbox.rootfs import PYTHON_HOME
 from venusrl.sandbox.shelf import Shelf
 from venusrl.sandbox.wire import read_frame
 
+LINGER_S = 60.0  # that a layer without sandboxes stays in memory
+_SIZE_S = 0.5  # between looks at the size of what is built
 HISTORY_S = 60.0  # of memory that is remembered of a sandbox
 HOLDER = "layer-"  # beginning of the id of a process that holds a layer
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def _holder(layer: Layer) -> str:
+    return f"{HOLDER}{layer.manifest.key[:12]}"
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,7 @@ class SandboxPool:
         self._holders: dict[str, asyncio.StreamWriter] = {}
         self._hold_lock = asyncio.Lock()
         self._layer_bytes: dict[str, int] = {}
+        self._uses: Counter[str] = Counter()  # sandboxes by the layer that they have
         self._shared: dict[str, int] = {}
         self._histories: dict[str, History] = {}
         self._link: SpawnerLink | None = None
@@ -121,13 +129,36 @@ class SandboxPool:
         """
         if self._closed:
             raise SandboxError("the pool is closed")
-        tree = None
-        if template.is_built:
-            layer = await self._shelf.layer(template)
+        if not template.is_built:
+            return await self._create(template, None, build=False)
+        layer = await self._shelf.layer(template)
+        tree = str(layer.tree)
+        self._uses[tree] += 1
+        try:
             await self._hold(layer)
-            tree = str(layer.tree)
             self._layer_bytes[tree] = layer.manifest.bytes
-        return await self._create(template, tree, build=False)
+            sandbox = await self._create(template, tree, build=False)
+        except BaseException:
+            self._leave(layer)
+            raise
+        sandbox.when_lost(lambda reason: self._leave(layer))
+        return sandbox
+
+    def _leave(self, layer: Layer) -> None:
+        """One sandbox of the layer fewer; after a while without any, its pages and its files may go."""
+        tree = str(layer.tree)
+        self._uses[tree] -= 1
+        if not self._uses[tree] and not self._closed:
+            asyncio.get_running_loop().call_later(LINGER_S, self._release, layer)
+
+    def _release(self, layer: Layer) -> None:
+        tree = str(layer.tree)
+        if not self._uses[tree] and not self._closed:
+            del self._uses[tree]
+            self._shelf.release(layer)
+            holder = self._holders.pop(_holder(layer), None)
+            if holder is not None:
+                holder.close()
 
     async def usage(self) -> dict[str, Usage]:
         """Memory of every sandbox, by id; empty where no cgroup counts it. Cheap enough to be asked every second.
@@ -198,27 +229,45 @@ class SandboxPool:
     async def _build(self, template: Template, tree: Path) -> None:
         """Runs the template's set-up on its files."""
         sandbox = await self._create(template, str(tree), build=True)
+        too_large = asyncio.Event()
+        watch = asyncio.create_task(self._watch_size(sandbox, tree, template.layer_bytes, too_large))
         try:
             for command in template.setup:
-                result = await sandbox.exec(command, timeout_s=template.setup_s)
+                try:
+                    result = await sandbox.exec(command, timeout_s=template.setup_s)
+                except SandboxLost as error:
+                    grown = f"it made more than layer_bytes={template.layer_bytes}; raise that, or make less"
+                    why = grown if too_large.is_set() else str(error)
+                    raise SandboxError(f"template {template.name!r}: {command!r}: {why}") from error
                 if result.exit_code != 0:
                     why = "took too long" if result.timed_out else f"ended with {result.exit_code}"
                     raise SandboxError(f"template {template.name!r}: {command!r} {why}: {result.text[-2000:].strip()}")
         finally:
+            watch.cancel()
             await sandbox.kill()
+
+    async def _watch_size(self, sandbox: ProcessSandbox, tree: Path, most: int, too_large: asyncio.Event) -> None:
+        """Ends a set-up that fills the host's disk."""
+        while await asyncio.to_thread(lambda: count(tree)[1]) <= most:
+            await asyncio.sleep(_SIZE_S)
+        too_large.set()
+        await sandbox.kill()
 
     async def _hold(self, layer: Layer) -> None:
         """Has the layer's pages in memory, in an account of their own, before a sandbox touches them."""
-        holder = f"{HOLDER}{layer.manifest.key[:12]}"
+        holder = _holder(layer)
         async with self._hold_lock:
             if holder in self._holders:
                 return
             link = await self._spawner()
-            room = layer.manifest.bytes + layer.manifest.bytes // 4 + 64 * MIB
+            # Whole pages, and what the kernel keeps of every file.
+            room = layer.manifest.bytes + layer.manifest.files * 2 * resource.getpagesize() + 64 * MIB
             request = {"hold": str(layer.tree), "memory_bytes": room, "pids": 2, "ttl_s": 1e9}
             reader, self._holders[holder] = await asyncio.open_connection(sock=await link.create(holder, request))
-            with suppress(asyncio.IncompleteReadError, ConnectionError):
+            try:
                 await read_frame(reader)
+            except (asyncio.IncompleteReadError, ConnectionError):
+                logging.warning("template %s: its pages are not held, and sandboxes pay for them", layer.manifest.name)
 
     async def close(self) -> None:
         """Kills every sandbox with reason "closed" and ends the spawner. Idempotent."""

@@ -29,8 +29,9 @@ class RemoteProcess:
         self.id = number
         self.pid = 0
         self._ask, self._tell = ask, tell
-        self._followed = follow
-        self._readers = 0
+        self._follows = follow
+        self._followed = False  # from when it has begun
+        self._readers = self._waiters = 0
         self._output: deque[Output] = deque()
         self._taken = 0
         self._more = asyncio.Event()
@@ -58,12 +59,21 @@ class RemoteProcess:
             self._end.result()
         finally:
             self._readers -= 1
+            self._settle()
 
     async def wait(self) -> ExecResult:
-        if self._followed and not self._readers and not self._end.done():
+        self._waiters += 1
+        try:
+            self._settle()
+            return await asyncio.shield(self._end)
+        finally:
+            self._waiters -= 1
+
+    def _settle(self) -> None:
+        """Output that nobody reads while somebody waits for the end must not hold the command up."""
+        if self._followed and self._waiters and not self._readers and not self._end.done():
             self._followed = False
             self._tell({"op": "window", "job": self.id, "bytes": None})
-        return await asyncio.shield(self._end)
 
     async def send(self, data: bytes) -> None:
         if data:
@@ -88,10 +98,10 @@ class RemoteProcess:
     # What the sandbox tells
 
     def began(self, pid: int, kept: bytes) -> None:
-        """It runs, or has run: what is kept of its output comes first."""
-        self.pid = pid
+        """It runs, or has run: what is kept of its output comes first, then what is told from now on."""
+        self.pid, self._followed = pid, self._follows
         if kept:
-            self._output.appendleft(Output("kept", kept))
+            self._output.append(Output("kept", kept))
 
     def came(self, stream: str, data: bytes) -> None:
         """Output has come."""
@@ -101,7 +111,7 @@ class RemoteProcess:
 
     def unfollow(self) -> None:
         """Another follows its output."""
-        self._followed = False
+        self._follows = self._followed = False
 
     def ended(self, result: ExecResult | BaseException) -> None:
         """It is over. The first end stands."""

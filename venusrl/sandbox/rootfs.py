@@ -167,7 +167,7 @@ def _make_devices() -> None:
         flags = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC
         set_mount_flags(f"{_ROOT}/dev/{name}", flags, recursive=False)
     os.mkdir(f"{_ROOT}/dev/pts")
-    options = "newinstance,ptmxmode=0666,mode=620"
+    options = "newinstance,ptmxmode=0666,mode=620,max=64"
     mount("devpts", f"{_ROOT}/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, options)
     for path, target in _LINKS.items():
         os.symlink(target, f"{_ROOT}/{path}")

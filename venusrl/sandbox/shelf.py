@@ -52,6 +52,12 @@ class Shelf:
             raise SandboxError(f"template {template.name!r} was deleted as soon as it was built; create again")
         return layer
 
+    def release(self, layer: Layer) -> None:
+        """The layer is not in use any more, until it is asked for again."""
+        if self._layers.get(layer.manifest.key) is layer:
+            del self._layers[layer.manifest.key]
+        layer.close()
+
     def close(self) -> None:
         """The layers may be deleted."""
         for layer in self._layers.values():

@@ -7,10 +7,10 @@ control socket, or when the owner's pidfd says so (a fork of the owner could hol
 Messages are JSON, one a packet (SOCK_SEQPACKET).
   in:  create {id, disk_bytes, file_bytes, memory_bytes, pids, output_bytes, ttl_s, env, layer, build, oom, oom_wait_s},
        or a holder of a layer: create {id, memory_bytes, pids, ttl_s, hold}; kill {id, reason}; usage;
-       resize {id, memory_bytes}
+       resize {id, memory_bytes, request}
   out: hello {mode, cgroups, seccomp}; created {id, pid} with the agent's socket; refused {id, error};
        gone {id, reason}; usage {rows: [id, bytes, kernel bytes], last}; pressure {id}, it waits for
-       memory; resized {id, error}
+       memory; resized {request, error}
 """
 
 import errno
@@ -151,8 +151,8 @@ class Spawner:
             os.read(box.oom_event, 8)
         except BlockingIOError:
             return
-        if box.reason is None and box.gives_up is None and box.group.under_oom():
-            box.gives_up = time.monotonic() + box.oom_wait_s
+        if box.reason is None and box.group.under_oom():
+            box.gives_up = box.gives_up or time.monotonic() + box.oom_wait_s
             self._tell({"event": "pressure", "id": box.id})
 
     def _resize(self, box: _Box | None, message: dict) -> None:
@@ -165,7 +165,7 @@ class Spawner:
                     box.gives_up = time.monotonic() + box.oom_wait_s
         except OSError as refused:
             error = f"{refused.strerror}"
-        self._tell({"event": "resized", "id": message["id"], "error": error, "known": box is not None})
+        self._tell({"event": "resized", "request": message["request"], "error": error, "known": box is not None})
 
     def _kill(self, box: _Box, reason: str) -> None:
         if box.reason is None:

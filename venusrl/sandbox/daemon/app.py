@@ -10,6 +10,7 @@ A sandbox whose last client has gone ends when its lease does. Bytes in JSON are
 import asyncio
 import base64
 from contextlib import suppress
+from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -59,10 +60,14 @@ class _Held:
 
 
 class Daemon:
-    """Args: pool: of this node; the daemon does not close it."""
+    """Args:
+    pool: of this node; the daemon does not close it.
+    lowers: directories of this host below which those of templates may be; whoever can connect can read them.
+    """
 
-    def __init__(self, pool: SandboxPool):
+    def __init__(self, pool: SandboxPool, lowers: tuple[str, ...] = ()):
         self._pool = pool
+        self._lowers = [Path(folder).resolve() for folder in lowers]
         self._held: dict[str, _Held] = {}
         self._reasons: dict[str, str] = {}
         self._ending: set[asyncio.Task] = set()
@@ -97,7 +102,11 @@ class Daemon:
         lease_s = body.get("lease_s", 60.0)
         if not isinstance(lease_s, int | float) or not lease_s > 0:
             raise ConfigError(f"lease_s={lease_s!r}: give a positive number of seconds")
-        sandbox = await self._pool.create(from_json(body.get("template", {})))
+        template = from_json(body.get("template", {}))
+        for lower in template.lowers:
+            if not any(Path(lower).resolve().is_relative_to(folder) for folder in self._lowers):
+                raise ConfigError(f"Template.lowers: {lower!r} is below none of this node's --lowers; give it there")
+        sandbox = await self._pool.create(template)
         held = self._held[sandbox.id] = _Held(sandbox, lease_s)
         sandbox.when_lost(lambda reason: self._forget(sandbox.id, reason))
         self._begin_lease(held)
@@ -142,8 +151,12 @@ class Daemon:
         known = ("script", "timeout_s", "silent_s", "user", "cwd", "user_env", "stdin")
         if "script" not in body or body.keys() - set(known):
             raise ConfigError(f"exec takes {', '.join(known)}; got {', '.join(body) or 'nothing'}")
-        body["stdin"] = base64.b64decode(body.get("stdin", ""))
-        result = await self._get(request.path_params["id"]).sandbox.exec(body.pop("script"), **body)
+        sandbox = self._get(request.path_params["id"]).sandbox
+        try:
+            body["stdin"] = base64.b64decode(body.get("stdin", ""), validate=True)
+            result = await sandbox.exec(body.pop("script"), **body)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"exec: {error}; see Sandbox.exec for what it takes") from None
         fields = {name: getattr(result, name) for name in result.__dataclass_fields__ if name != "output"}
         return JSONResponse(fields | {"output": base64.b64encode(result.output).decode()})
 
@@ -175,16 +188,17 @@ class Daemon:
         held.clients += 1
         outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
         first_id = held.hub.attach(lambda header, body: outgoing.put_nowait(pack(header, body)))
-        held.sandbox.when_lost(lambda reason: outgoing.put_nowait(None))
-        outgoing.put_nowait(pack({"first_id": first_id}))
+        forget = held.sandbox.when_lost(lambda reason: outgoing.put_nowait(None))
+        outgoing.put_nowait(pack({"first_id": first_id, "paused": held.sandbox.paused}))
         sending = asyncio.create_task(self._send(socket, outgoing, held))
         try:
             while True:
                 held.hub.ask(first_id, *unpack(await socket.receive_bytes()))
-        except (WebSocketDisconnect, SandboxLost, KeyError, ValueError, ConnectionError, RuntimeError):
+        except (WebSocketDisconnect, SandboxLost, KeyError, TypeError, ValueError, ConnectionError, RuntimeError):
             pass  # gone, or it does not speak frames
         finally:
             held.hub.detach(first_id)
+            forget()
             held.clients -= 1
             if held.sandbox.lost is not None:
                 await sending

@@ -118,7 +118,7 @@ class Node:
                 else:
                     first, _ = unpack(message)
                     sandbox = ProcessSandbox(sandbox_id, template, (reader, stream), self.end, first["first_id"])
-                    reader.feed_data(pack({"ready": True}))
+                    reader.feed_data(pack({"ready": True}) + pack({"paused": first["paused"]}))
                     sending = asyncio.create_task(self._send(socket, stream))
                     if not begun.done():
                         begun.set_result(sandbox)
@@ -152,7 +152,10 @@ class Node:
             raise SandboxError(f"node {self.address}: {error!r}; is launchers.sandboxd running there?") from error
         if answer.is_success:
             return answer
-        said = answer.json()
+        try:
+            said = answer.json()
+        except ValueError:
+            raise SandboxError(f"node {self.address}: {answer.status_code} {answer.text[:200]}") from None
         if said["error"] == "OSError":
             raise OSError(said["errno"], said["message"], said["path"])
         if said["error"] == "SandboxLost":
