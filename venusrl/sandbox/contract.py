@@ -124,7 +124,8 @@ class ExecResult:
       output: stdout and stderr in the order written. Where it was longer than the template's `output_bytes`, the
         middle is replaced by one line saying how many bytes were elided.
       output_total: bytes the command wrote.
-      timed_out: a deadline passed, or it was killed; every process of the sandbox that belongs to no other running command was killed.
+      timed_out: a deadline passed, or it was killed, and with it every process of the sandbox that belongs to no other
+        running command.
       silent: it was the deadline for output.
       seconds: wall time of the exec, without time spent paused.
       oom: the kernel killed a process of this sandbox for its memory limit while the exec ran.
