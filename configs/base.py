@@ -52,7 +52,7 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
         workers=1,  # engines in this process; they share its devices
         addresses=(),  # of workers in other processes (launchers.worker), in place of those
         slots=64,  # requests that a worker runs at once, each with a row of KV
-        lanes=0,  # parts of the slots that are computed at once; 0 is what fits the device
+        lanes=0,  # parts of the slots that are computed at once; 0 is what fits the device, 1 for several workers
         max_length=512,  # of a trajectory, in tokens
         decode_steps=8,  # tokens a host turn
         # Each of the next four is a set of shapes to compile; their products are few, and nothing else is compiled.

@@ -96,7 +96,7 @@ def engine_options(config: config_dict.ConfigDict) -> EngineOptions:
     r = config.rollout
     return EngineOptions(
         slots=r.slots,
-        lanes=r.lanes,
+        lanes=r.lanes or int(r.workers > 1),  # several workers of a process are lanes themselves
         max_length=r.max_length,
         decode_steps=r.decode_steps,
         decode_rows=tuple(r.decode_rows),

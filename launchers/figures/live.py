@@ -182,6 +182,7 @@ class _Run:
         self.what = system(cell.system)
         options = EngineOptions(
             slots=SLOTS,
+            lanes=1,  # the workers share the cores
             max_length=LENGTH,
             kv_tokens=kv_tokens,
             host_tokens=int(self.what.host * kv_tokens),
