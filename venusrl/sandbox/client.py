@@ -397,7 +397,7 @@ class ProcessSandbox:
         elif "stream" in message:
             for process in self._processes.get(message["job"], ()):
                 process.came(message["stream"], body)
-        else:
+        elif "exit_code" in message:
             for process in self._processes.pop(message["job"], ()):
                 process.ended(_result(message, body))
 

@@ -280,6 +280,9 @@ class Spawner:
         users = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         try:
             return namespaces.mapped_mount(path, users, writable)
+        except OSError as error:
+            where = "keep templates on ext4, xfs or btrfs, and run Linux 5.19 or newer"
+            raise OSError(errno.ENOTSUP, f"{error.strerror}; {where}") from error
         finally:
             os.close(users)
 
