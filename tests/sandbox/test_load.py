@@ -40,7 +40,7 @@ async def p99(sandbox, calls: int = 800) -> float:
 
 @pytest.mark.parametrize("hog", [FILLER if hog == "disk filler" else hog for hog in HOGS])
 async def test_a_hog_slows_its_neighbour_less_than_twice(hog):
-    """The best of five: one stall of the machine, which others share, is in a p99."""
+    """The best of five, each held against the worse of before and after: others share the machine, and a p99 has it."""
     async with SandboxPool(max_sandboxes=2) as pool:
         if None in pool.host["cgroups"].values():
             pytest.skip("no writable cgroups for memory, processes and processors on this host")
@@ -51,8 +51,9 @@ async def test_a_hog_slows_its_neighbour_less_than_twice(hog):
             sandbox = await pool.create(Template("hog"))
             await sandbox.start(HOGS[hog], follow=False)
             await asyncio.sleep(0.5)
-            ratios.append(await p99(victim) / alone)
+            beside = await p99(victim)
             await sandbox.kill()
+            ratios.append(beside / max(alone, await p99(victim)))
             if ratios[-1] < 2:
                 break
             await asyncio.sleep(1.0)
