@@ -23,7 +23,7 @@ HOGS = {
 
 # A known fault: freeing 64 MB of files at once holds a processor, in the kernel, for up to 4 ms.
 FILLER = pytest.param(
-    "disk filler", marks=pytest.mark.xfail(reason="2.5 to 3.7 times the p99 on two cores, once 1.1", strict=False)
+    "disk filler", marks=pytest.mark.xfail(reason="1.7 to 4.3 times the p99 on two cores", strict=False)
 )
 
 

@@ -51,6 +51,7 @@ class Spare:
     def begin(self, script: bytes) -> None:
         """OSError where it has ended, or does not take its script."""
         if os.write(self._script, script) < len(script):
+            os.kill(self.pid, signal.SIGKILL)  # or it would run half of the script
             raise OSError(errno.EAGAIN, "its pipe is full")
         os.close(self._script)
         self._script = -1

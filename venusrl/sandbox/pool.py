@@ -121,10 +121,10 @@ class SandboxPool:
         """A new sandbox with the template's files in place, which are built first where they are not.
 
         Raises:
-          SandboxError: a command of the set-up fails, or what was built is damaged.
           SandboxCapacity: no place within wait_s.
           SandboxUnsupported: the host cannot make sandboxes; the message names the settings.
-          SandboxError: the pool is closed, or the spawner died during the call (the next call starts another).
+          SandboxError: a command of the set-up fails, what was built is damaged, the pool is closed, or the spawner
+            died during the call (the next call starts another).
           OSError: a file of the template does not fit on its disk.
         """
         if self._closed:
