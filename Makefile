@@ -36,6 +36,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(CC) -std=gnu11 -Wall -Wextra -Wconversion -Werror -fsyntax-only venusrl/sandbox/native/*.c
 
 # Minutes long: kill -9 and resume of whole runs.
 test-slow: setup

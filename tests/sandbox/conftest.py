@@ -51,10 +51,12 @@ def daemon_address():
     assert end(daemon) == 0
 
 
-@pytest.fixture(params=["process", "daemon"])
+@pytest.fixture(params=["process", "python", "daemon"])
 async def pool(request):
-    if request.param == "process":
-        async with SandboxPool(max_sandboxes=4, wait_s=10.0) as pool:
+    """With the agent's program, with the Python agent, and behind a daemon."""
+    if request.param != "daemon":
+        agent = "python" if request.param == "python" else "native"
+        async with SandboxPool(max_sandboxes=4, wait_s=10.0, agent=agent) as pool:
             yield pool
         return
     async with Node(request.getfixturevalue("daemon_address"), lease_s=1.0) as node:

@@ -19,8 +19,10 @@ import time
 from collections.abc import Callable
 
 from venusrl.sandbox import files
+from venusrl.sandbox.berth import Berth
 from venusrl.sandbox.job import Job, Spare
 from venusrl.sandbox.limits import process_limit, read_oom_kills
+from venusrl.sandbox.namespaces import set_dumpable
 from venusrl.sandbox.tree import outside
 from venusrl.sandbox.watch import Watcher
 from venusrl.sandbox.wire import WireError, pack, recv_frame
@@ -68,19 +70,26 @@ class Agent:
     def serve(self) -> None:
         """Returns when the owner closed the socket or the spawner died."""
         os.chdir(WORKSPACE)
+        null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)  # the sandbox's own
+        for fd in (0, 1, 2):
+            os.dup2(null, fd)
+        os.close(null)
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        self._listen(self._life_fd, self._close)
         self._listen(wake_read, lambda: (os.read(wake_read, 4096), self._reap()))
-        self._listen(self._control.fileno(), lambda: self._serve_request(*recv_frame(self._control)))
-        self._send({"ready": True})
+        self._greet()
         try:
             while self._open:
                 self._step()
         except (WireError, ConnectionError):
             return
+
+    def _greet(self) -> None:
+        self._listen(self._life_fd, self._close)
+        self._listen(self._control.fileno(), lambda: self._serve_request(*recv_frame(self._control)))
+        self._send({"ready": True})
 
     def _close(self) -> None:
         self._open = False
@@ -200,6 +209,30 @@ class Agent:
                 self._serve_request(*request)
         return {}, b""
 
+    def _op_park(self, header: dict, body: bytes):
+        """Pauses, lets go of everything outside of the sandbox, and waits for a new owner; the answer says where."""
+        self._op_pause(header, body)
+        berth = Berth()
+        self._send({"id": header["id"], "berth": berth.name.hex()})
+        for fd in (self._control.fileno(), self._life_fd):
+            self._ignore(fd)
+        self._control.close()
+        for fd in {self._life_fd, self._oom_fd} - {None}:
+            os.close(fd)
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            self._ignore(watcher.fd)
+            watcher.close()
+        set_dumpable(True)  # what saves it is of another user
+        self._control, (self._life_fd, *oom) = berth.wait()
+        set_dumpable(False)
+        self._oom_fd = oom[0] if oom else None
+        self._greet()
+        for watch, path in watcher.paths.items() if watcher is not None else ():
+            with contextlib.suppress(OSError):
+                self._watch(watch, path)
+            self._send({"watch": watch, "events": [["lost", ""]]})
+
     def _op_processes(self, header: dict, body: bytes):
         now = time.monotonic()
         rows = [
@@ -248,11 +281,14 @@ class Agent:
         return {}, b""
 
     def _op_watch(self, header: dict, body: bytes):
+        self._watch(header["id"], os.path.join(WORKSPACE, header["path"]))
+        return {}, b""
+
+    def _watch(self, watch: int, path: str) -> None:
         if self._watcher is None:
             self._watcher = Watcher()
             self._listen(self._watcher.fd, self._tell_changes)
-        self._watcher.add(header["id"], os.path.join(WORKSPACE, header["path"]))
-        return {}, b""
+        self._watcher.add(watch, path)
 
     def _op_unwatch(self, header: dict, body: bytes):
         if self._watcher is not None:

@@ -90,4 +90,4 @@ def _list(path: str) -> tuple[dict, bytes]:
                 entries.append(_entry(entry.name, entry.stat(follow_symlinks=False)))
             except FileNotFoundError:
                 continue
-    return {"entries": sorted(entries)}, b""
+    return {"entries": sorted(entries, key=lambda entry: os.fsencode(entry[0]))}, b""

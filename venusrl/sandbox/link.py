@@ -59,7 +59,11 @@ class SpawnerLink:
 
     @classmethod
     async def open(
-        cls, on_gone: Callable[[str, str], None], on_pressure: Callable[[str], None], python_prefix: str | None
+        cls,
+        on_gone: Callable[[str, str], None],
+        on_pressure: Callable[[str], None],
+        python_prefix: str | None,
+        agent: str | None = None,
     ) -> SpawnerLink:
         """Starts a spawner.
 
@@ -67,6 +71,8 @@ class SpawnerLink:
           on_gone: called with (sandbox id, reason) when a sandbox has ended.
           on_pressure: called with its id when a sandbox stands still for want of memory.
           python_prefix: directory to show in sandboxes at /opt/python, or None.
+          agent: path of the agent's program; None: the Python one.
+
         Raises:
           SandboxUnsupported: not Linux, or the spawner did not come up.
         """
@@ -76,7 +82,7 @@ class SpawnerLink:
         with theirs:
             root = str(Path(__file__).resolve().parents[2])
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _BOOT, root, str(theirs.fileno()), python_prefix or ""],
+                [sys.executable, "-I", "-S", "-c", _BOOT, root, str(theirs.fileno()), python_prefix or "", agent or ""],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env={"PATH": "/usr/bin:/bin"},

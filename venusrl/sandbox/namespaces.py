@@ -139,6 +139,11 @@ def eventfd() -> int:
     return _check(_LIBC.eventfd(0, os.O_NONBLOCK | os.O_CLOEXEC), "eventfd")
 
 
+def set_namespace(fd: int) -> None:
+    """setns(2): this thread enters the namespace that the descriptor is of."""
+    _check(_LIBC.setns(fd, 0), "setns")
+
+
 def set_hostname(name: str) -> None:
     """sethostname(2), 64 bytes at most."""
     raw = name.encode()[:64]

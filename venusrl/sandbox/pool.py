@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from venusrl.core.errors import ConfigError, SandboxCapacity, SandboxError, SandboxLost
+from venusrl.core.errors import ConfigError, SandboxCapacity, SandboxError, SandboxLost, SandboxUnsupported
 from venusrl.sandbox.accounting import History, Usage
 from venusrl.sandbox.client import ProcessSandbox
+from venusrl.sandbox.compiler import agent_program
 from venusrl.sandbox.contract import MIB, WORKSPACE, Template
 from venusrl.sandbox.gate import Gate
 from venusrl.sandbox.layers import Layer, LayerStore, count, default_folder
@@ -54,6 +55,7 @@ class SandboxPool:
       python_prefix: directory of the interpreter that `python3` is inside; by default the owner's. One below /usr
         is there anyway and needs no bind.
       templates: folder of built templates, which pools may share; by default one of this user's.
+      agent: "native", the program that is compiled from sandbox/native; "python"; or "auto", native where that works.
       on_pressure: called with a sandbox that stands still for want of memory (Template.oom="hold"); see resize.
     """
 
@@ -64,13 +66,17 @@ class SandboxPool:
         wait_s: float = 60.0,
         python_prefix: str = sys.base_prefix,
         templates: str | os.PathLike | None = None,
+        agent: str = "auto",
         on_pressure: Callable[[ProcessSandbox], None] = lambda sandbox: None,
     ):
         if max_sandboxes < 1:
             raise ConfigError(f"SandboxPool.max_sandboxes={max_sandboxes}: give at least 1")
         if not wait_s >= 0:
             raise ConfigError(f"SandboxPool.wait_s={wait_s}: give seconds, 0 or more")
+        if agent not in ("auto", "native", "python"):
+            raise ConfigError(f"SandboxPool.agent={agent!r}: give 'auto', 'native' or 'python'")
         self._wait_s = wait_s
+        self._agent = agent
         self._gate = Gate(max_sandboxes)
         prefix = str(Path(python_prefix).resolve())
         self._python_prefix = None if prefix == "/usr" or prefix.startswith("/usr/") else prefix
@@ -306,9 +312,21 @@ class SandboxPool:
                 await self._link.close()  # collects the dead process
                 self._link = None
             if self._link is None:
-                self._link = await SpawnerLink.open(self._on_gone, self._pressed, self._python_prefix)
+                agent = await asyncio.to_thread(self._agent_program)
+                self._link = await SpawnerLink.open(self._on_gone, self._pressed, self._python_prefix, agent)
+                self._link.report["agent"] = "python" if agent is None else "native"
                 self._spawners += 1
             return self._link
+
+    def _agent_program(self) -> str | None:
+        if self._agent == "python":
+            return None
+        program, why = agent_program()
+        if program is None and self._agent == "native":
+            raise SandboxUnsupported(f"agent='native': {why}")
+        if program is None:
+            logging.warning("sandboxes have the Python agent, which takes more memory and cannot be saved: %s", why)
+        return program
 
     def _on_gone(self, sandbox_id: str, reason: str) -> None:
         if sandbox_id in self._holders:

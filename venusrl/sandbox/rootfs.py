@@ -25,6 +25,7 @@ from venusrl.sandbox.namespaces import (
 
 USER_ID = 1000
 PYTHON_HOME = "/opt/python"
+AGENT = "/opt/agent"
 # Covered by the tmpfs while the tree is built; any directory that always exists will do.
 _STAGE = "/tmp"
 _ROOT = f"{_STAGE}/root"
@@ -48,14 +49,10 @@ _ETC = {
 }
 
 
-def open_python(prefix: str | None) -> int | None:
-    """A handle on the interpreter's directory, taken while this process still has the host user's rights.
-
-    The directory may lie below one (`/root`, mode 700) that the sandbox's own user cannot enter.
-    """
-    if prefix is None:
-        return None
-    return os.open(prefix, os.O_PATH | os.O_DIRECTORY)
+def open_handle(path: str | None) -> int | None:
+    """A handle on the interpreter's directory or the agent's program, taken while this process still has the host
+    user's rights: it may lie below a directory (`/root`, mode 700) that the sandbox's own user cannot enter."""
+    return None if path is None else os.open(path, os.O_PATH)
 
 
 class Layer:
@@ -80,6 +77,7 @@ def enter(
     python_fd: int | None,
     python_prefix: str | None,
     layer: Layer | None = None,
+    agent_fd: int | None = None,
 ) -> None:
     """Builds the tree and makes it the root. OSError names the step that the host refused."""
     mount("none", "/", None, MS_REC | MS_PRIVATE)
@@ -93,6 +91,11 @@ def enter(
     _make_devices()
     if python_fd is not None:
         _bind_python(python_fd, python_prefix)
+    if agent_fd is not None:
+        os.makedirs(f"{_ROOT}{os.path.dirname(AGENT)}", exist_ok=True)
+        _write(f"{_ROOT}{AGENT}", "")
+        _bind(f"/proc/self/fd/{agent_fd}", f"{_ROOT}{AGENT}", _READ_ONLY)
+        os.close(agent_fd)
     for path in ("proc", "workspace", "tmp"):
         os.mkdir(f"{_ROOT}/{path}", 0o755)
     mount("proc", f"{_ROOT}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)

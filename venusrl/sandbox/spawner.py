@@ -60,10 +60,15 @@ class _Box:
 
 
 class Spawner:
-    """Args: control: the packet socket to the owner; python_prefix: directory to show at /opt/python, or None."""
+    """Args:
+    control: the packet socket to the owner.
+    python_prefix: directory to show at /opt/python, or None.
+    agent: path of the agent's program; None: the Python one.
+    """
 
-    def __init__(self, control: socket.socket, python_prefix: str | None):
+    def __init__(self, control: socket.socket, python_prefix: str | None, agent: str | None):
         self._control = control
+        self._agent = agent
         self._python_prefix = python_prefix
         with open("/proc/self/mountinfo") as mounts, open("/proc/self/cgroup") as own:
             mountinfo = mounts.read()
@@ -311,11 +316,23 @@ class Spawner:
             self._confine(request, *layer)
             data_bytes = None if self._cgroups.report["memory"] else request["memory_bytes"]
             limits.limit_agent(request["file_bytes"], data_bytes)
+            if self._agent is not None:
+                self._run_program(request, control.fileno(), -1 if oom_fd is None else oom_fd)
             Agent(control, self._life_read, oom_fd, request["pids"], request["output_bytes"], request["env"]).serve()
         except OSError as error:
             control.sendall(pack({"setup_error": f"{error}; {_USER_NAMESPACE_FIX}"}))
         finally:
             os._exit(0)
+
+    def _run_program(self, request: dict, control: int, oom_fd: int) -> None:
+        """The agent's program in place of this one."""
+        fds = (control, self._life_read, oom_fd)
+        for fd in fds:
+            if fd >= 0:
+                os.set_inheritable(fd, True)
+        numbers = (*fds, limits.process_limit(request["pids"]), request["output_bytes"])
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.execve(rootfs.AGENT, ["agent", *(str(number) for number in numbers)], request["env"])
 
     def _keep_only(self, control: socket.socket, *fds: int | None) -> socket.socket:
         """Closes the spawner's descriptors: its control socket, its pidfds, other sandboxes' counters."""
@@ -334,7 +351,7 @@ class Spawner:
         os.setsid()
         os.umask(0o022)
         prefix = self._python_prefix
-        python_fd = rootfs.open_python(prefix)
+        python_fd, agent_fd = rootfs.open_handle(prefix), rootfs.open_handle(self._agent)
         if self._range_mode:
             os.setgroups([])
             os.setresgid(0, 0, 0)
@@ -345,7 +362,7 @@ class Spawner:
             files = rootfs.Layer(layer, True, request["build"])
         elif request["layer"] is not None:  # the files are this user's, as the sandbox is
             files = rootfs.Layer(os.open(request["layer"], os.O_PATH | os.O_DIRECTORY), False, request["build"])
-        rootfs.enter(request["id"], request["disk_bytes"], python_fd, prefix, files)
+        rootfs.enter(request["id"], request["disk_bytes"], python_fd, prefix, files, agent_fd)
         namespaces.drop_bounding_set()
         if self._range_mode:
             os.setresgid(rootfs.USER_ID, rootfs.USER_ID, rootfs.USER_ID)
@@ -377,13 +394,13 @@ def _write(path: str, text: str) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Arguments: descriptor of the control socket, python prefix or an empty string."""
+    """Arguments: descriptor of the control socket; python prefix, and agent's program, or empty strings."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C in a terminal is the owner's affair
     control = socket.socket(fileno=int(arguments[0]))
     control.set_inheritable(False)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a sandbox takes a few
-    spawner = Spawner(control, arguments[1] or None)
+    spawner = Spawner(control, arguments[1] or None, arguments[2] or None)
     # A sandbox shares this process's memory until one of the two writes: the collector does so to whatever it looks at.
     gc.collect()
     gc.freeze()

@@ -16,12 +16,13 @@ _MASK = sum(_KINDS)
 
 
 class Watcher:
-    """Attributes: fd: readable when something has changed."""
+    """Attributes: fd: readable when something has changed; paths: what is watched, by who asked."""
 
     def __init__(self):
         self.fd = _LIBC.inotify_init1(_NONBLOCK | _CLOEXEC)
         if self.fd < 0:
             raise OSError(ctypes.get_errno(), "inotify_init1")
+        self.paths: dict[int, str] = {}
         self._watches: dict[int, list[int]] = {}  # those who asked, by the kernel's number of the inode
 
     def add(self, watch: int, path: str) -> None:
@@ -31,15 +32,21 @@ class Watcher:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code), path)
         self._watches.setdefault(number, []).append(watch)
+        self.paths[watch] = path
 
     def remove(self, watch: int) -> None:
         """Nothing happens where there is none."""
+        self.paths.pop(watch, None)
         for number, watches in list(self._watches.items()):
             if watch in watches:
                 watches.remove(watch)
                 if not watches:
                     del self._watches[number]
                     _LIBC.inotify_rm_watch(self.fd, number)
+
+    def close(self) -> None:
+        """Nothing is told any more."""
+        os.close(self.fd)
 
     def read(self) -> dict[int, list[list[str]]]:
         """[kind, name] by watch; kind "lost" where events came faster than they were read, or the path is gone."""

@@ -1,0 +1,63 @@
+"""Where an agent waits while its sandbox is saved, moved, or restored: it holds nothing then that is outside of it.
+
+The agent listens on a socket of the sandbox's own network, under a name that the kernel picks. The spawner enters that
+network, connects, and passes what the agent needs of the outside. Nobody in the sandbox can pass for it: of a process
+that is outside of the sandbox's process namespace, the kernel says that its pid is 0.
+"""
+
+import os
+import socket
+import struct
+
+from venusrl.sandbox.namespaces import set_namespace
+
+_CREDENTIALS = struct.Struct("iII")
+_GREETING = b"1"
+
+
+class Berth:
+    """Attributes: name: of the socket, for `meet`."""
+
+    def __init__(self):
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(b"")
+        self._listener.listen(1)
+        self.name = self._listener.getsockname()
+
+    def wait(self) -> tuple[socket.socket, list[int]]:
+        """The connection to the new owner, and descriptors: of the spawner's life, and of the cgroup's kills."""
+        with self._listener:
+            while True:
+                connection, _ = self._listener.accept()
+                peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+                if _CREDENTIALS.unpack(peer)[0] == 0:
+                    greeting, fds, _, _ = socket.recv_fds(connection, len(_GREETING), 2)
+                    if greeting == _GREETING:
+                        return connection, fds
+                connection.close()
+
+
+def meet(pid: int, name: bytes, fds: list[int]) -> socket.socket:
+    """Connects to the agent, process `pid`, that waits under `name`, and passes it descriptors.
+
+    For the spawner, as root. OSError where it does not wait.
+    """
+    own = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    network = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    connection = None
+    try:
+        set_namespace(network)
+        try:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        finally:
+            set_namespace(own)
+        connection.connect(name)
+        socket.send_fds(connection, [_GREETING], fds)
+        return connection
+    except OSError:
+        if connection is not None:
+            connection.close()
+        raise
+    finally:
+        os.close(own)
+        os.close(network)

@@ -1,0 +1,52 @@
+#define _GNU_SOURCE
+#include "agent.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+/* Listens under a name that the kernel picks; its bytes in hexadecimal. */
+int open_berth(char *name_hex, size_t room) {
+    int listener = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    socklen_t size = sizeof(sa_family_t);
+    if (listener < 0) return -errno;
+    if (bind(listener, (struct sockaddr *)&address, size) || listen(listener, 1)) return -errno;
+    size = sizeof address;
+    if (getsockname(listener, (struct sockaddr *)&address, &size)) return -errno;
+    for (size_t i = 0; i < size - offsetof(struct sockaddr_un, sun_path) && 2 * i + 2 < room; i++)
+        snprintf(name_hex + 2 * i, 3, "%02x", (unsigned char)address.sun_path[i]);
+    return listener;
+}
+
+static int receive_fds(int socket, int fds[2], int *count) {
+    char greeting, control[CMSG_SPACE(2 * sizeof(int))];
+    struct iovec part = {&greeting, 1};
+    struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = control,
+                             .msg_controllen = sizeof control};
+    if (recvmsg(socket, &message, MSG_CMSG_CLOEXEC) != 1 || greeting != '1') return -EPROTO;
+    struct cmsghdr *rights = CMSG_FIRSTHDR(&message);
+    if (!rights || rights->cmsg_type != SCM_RIGHTS) return -EPROTO;
+    *count = (int)((rights->cmsg_len - CMSG_LEN(0)) / sizeof(int));
+    memcpy(fds, CMSG_DATA(rights), (size_t)*count * sizeof(int));
+    return 0;
+}
+
+int wait_at_berth(int listener, int fds[2], int *count) {
+    for (;;) {
+        int connection = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+        if (connection < 0 && errno == EINTR) continue;
+        if (connection < 0) _exit(1);
+        struct ucred peer = {.pid = -1};
+        socklen_t size = sizeof peer;
+        bool is_outside = !getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &peer, &size) && peer.pid == 0;
+        if (is_outside && !receive_fds(connection, fds, count)) {
+            close(listener);
+            return connection;
+        }
+        close(connection);
+    }
+}

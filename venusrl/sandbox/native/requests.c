@@ -1,0 +1,242 @@
+#define _GNU_SOURCE
+#include "agent.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+/* A command that waits for the sandbox to go on. */
+struct held {
+    struct frame frame;
+    struct held *next;
+};
+
+static struct held *held;
+
+static void hold(struct frame frame) {
+    struct held **last = &held;
+    while (*last) last = &(*last)->next;
+    *last = take(sizeof **last);
+    **last = (struct held){frame, NULL};
+}
+
+static void free_frame(struct frame *frame) {
+    free(frame->head);
+    free(frame->body);
+}
+
+static void cancel(int64_t number) {
+    for (struct held **at = &held; *at; ) {
+        struct held *one = *at;
+        struct value *header = parse(one->frame.head, one->frame.head_size);
+        bool missing = false, wanted = header && get_integer(header, "id", &missing) == number;
+        forget(header);
+        if (!wanted) {
+            at = &one->next;
+            continue;
+        }
+        *at = one->next;
+        free_frame(&one->frame);
+        free(one);
+    }
+    struct job *job = find(number);
+    if (job && !job->ended) stop(job, "cancelled");
+}
+
+static void pause_all(void) {
+    if (here.paused_at >= 0) return;
+    drop_spare();
+    signal_all(SIGSTOP);
+    here.paused_at = now();
+    say("{\"paused\":true}");
+}
+
+static void resume_all(void) {
+    if (here.paused_at < 0) return;
+    for (struct job *job = here.jobs; job; job = job->next) {
+        job->started += now() - here.paused_at;
+        job->last_output += now() - here.paused_at;
+    }
+    here.paused_at = -1;
+    signal_all(SIGCONT);
+    say("{\"paused\":false}");
+    struct held *waiting = held;
+    held = NULL;
+    while (waiting) {
+        struct held *one = waiting;
+        waiting = one->next;
+        serve(one->frame);
+        free(one);
+    }
+}
+
+/* Lets go of everything outside of the sandbox, and waits for a new owner; the answer says where. */
+static int park(int64_t request) {
+    char name[256], text[300];
+    pause_all();
+    int listener = open_berth(name, sizeof name);
+    if (listener < 0) return listener;
+    snprintf(text, sizeof text, ",\"berth\":\"%s\"", name);
+    answer(request, text, NULL, 0);
+    close(here.control);
+    close(here.life);
+    if (here.oom >= 0) close(here.oom);
+    close_watches();
+    prctl(PR_SET_DUMPABLE, 1, 0, 0, 0); /* what saves it is of another user */
+    int fds[2] = {-1, -1}, count;
+    here.control = wait_at_berth(listener, fds, &count);
+    prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);
+    here.life = fds[0];
+    here.oom = count > 1 ? fds[1] : -1;
+    say("{\"ready\":true}");
+    open_watches(tell_events);
+    return 0;
+}
+
+static void add_processes(struct bytes *to) {
+    add(to, "\"processes\":[", 13);
+    bool first = true;
+    for (struct job *job = here.jobs; job; job = job->next) {
+        if (job->ended) continue;
+        addf(to, "%s[%lld,%d,", first ? "" : ",", (long long)job->number, job->pid);
+        struct bytes script = {0};
+        add_text(&script, job->script, job->script_size);
+        add(to, script.data, script.size);
+        drop(&script);
+        addf(to, ",%.9f]", now() - job->started);
+        first = false;
+    }
+    add(to, "]", 1);
+}
+
+/* What is kept of the output so far; the rest follows. After its end, that again. */
+static int connect_to(int64_t request, const struct value *header) {
+    bool missing = false;
+    int64_t number = get_integer(header, "job", &missing), window = get_integer(header, "window", &missing);
+    struct end *end = missing ? NULL : find_end(number);
+    if (end) {
+        answer(request, ",\"pid\":0", end->output.data, end->output.size);
+        send_frame(here.control, &end->head, end->output.data, end->output.size);
+        return 0;
+    }
+    struct job *job = running(header);
+    if (missing || !job || job->attached) return missing ? -EINVAL : -ESRCH;
+    char text[32];
+    struct bytes output = kept(&job->capture);
+    snprintf(text, sizeof text, ",\"pid\":%d", job->pid);
+    answer(request, text, output.data, output.size);
+    drop(&output);
+    set_window(job, true, window);
+    return 0;
+}
+
+static void change_window(const struct value *header) {
+    bool missing = false;
+    const struct value *more = get(header, "bytes");
+    struct job *job = find(get_integer(header, "job", &missing));
+    if (!job || missing || !more) return;
+    if (more->kind != NUMBER || !job->follows) set_window(job, false, 0);
+    else set_window(job, true, job->window + more->integer);
+}
+
+static int take_input(int64_t request, const struct value *header, struct frame *frame) {
+    struct job *job = running(header);
+    if (!job) return -ESRCH;
+    if (job->stdin_fd < 0) return -EPIPE;
+    struct input *input = take(sizeof *input), **last = &job->unsent;
+    *input = (struct input){.request = request, .size = frame->body_size};
+    if (frame->body_size) {
+        input->data = frame->body;
+        frame->body = NULL;
+    }
+    while (*last) last = &(*last)->next;
+    *last = input;
+    write_job(job, answer_error);
+    return 0;
+}
+
+/* 1: the request is answered later, or not at all; 0: with `fields`; negative: with that error. */
+static int dispatch(const char *op, int64_t id, const struct value *header, struct frame *frame, struct bytes *fields,
+                    struct bytes *body) {
+    bool missing = false;
+    int error;
+    if (!strcmp(op, "exec") || !strcmp(op, "start")) {
+        error = begin(header, frame);
+        if (error || !strcmp(op, "exec")) return error ? error : 1;
+        addf(fields, "\"pid\":%d", find(id)->pid);
+    } else if (!strcmp(op, "cancel")) {
+        cancel(get_integer(header, "job", &missing));
+        return 1;
+    } else if (!strcmp(op, "window")) {
+        change_window(header);
+        return 1;
+    } else if (!strcmp(op, "connect")) {
+        error = connect_to(id, header);
+        return error ? error : 1;
+    } else if (!strcmp(op, "input")) {
+        error = take_input(id, header, frame);
+        return error ? error : 1;
+    } else if (!strcmp(op, "signal")) {
+        struct job *job = running(header);
+        if (!job) return -ESRCH;
+        if (kill(-job->pid, (int)get_integer(header, "number", &missing))) return -errno;
+    } else if (!strcmp(op, "resize")) {
+        struct job *job = running(header);
+        int64_t rows = get_integer(header, "rows", &missing), columns = get_integer(header, "columns", &missing);
+        return !job ? -ESRCH : missing ? -EINVAL : resize_job(job, (int)rows, (int)columns);
+    } else if (!strcmp(op, "watch")) {
+        char *path;
+        error = full_path(header, "path", &path);
+        if (error) return error;
+        error = add_watch(id, path);
+        free(path);
+        return error;
+    } else if (!strcmp(op, "unwatch")) {
+        remove_watch(get_integer(header, "watch", &missing));
+    } else if (!strcmp(op, "pause")) {
+        pause_all();
+    } else if (!strcmp(op, "resume")) {
+        resume_all();
+    } else if (!strcmp(op, "park")) {
+        error = park(id);
+        return error ? error : 1;
+    } else if (!strcmp(op, "processes")) {
+        add_processes(fields);
+    } else {
+        return serve_file(op, header, frame->body, frame->body_size, fields, body);
+    }
+    return 0;
+}
+
+void serve(struct frame frame) {
+    struct value *header = parse(frame.head, frame.head_size);
+    const char *op = header ? get_text(header, "op") : NULL;
+    bool missing = false, is_command = op && (!strcmp(op, "exec") || !strcmp(op, "start"));
+    int64_t id = header ? get_integer(header, "id", &missing) : 0;
+    if (!op || missing) _exit(0); /* the other side does not speak this */
+    if (here.paused_at >= 0 && is_command) {
+        forget(header);
+        hold(frame); /* it starts when the sandbox goes on */
+        return;
+    }
+    struct bytes fields = {0}, body = {0};
+    int result = header->half ? -EINVAL : dispatch(op, id, header, &frame, &fields, &body);
+    if (result < 0) {
+        answer_error(id, -result);
+    } else if (!result) {
+        struct bytes all = {0};
+        if (fields.size) add(&all, ",", 1);
+        add(&all, fields.data, fields.size);
+        add(&all, "", 1);
+        answer(id, all.data, body.data, body.size);
+        drop(&all);
+    }
+    drop(&fields);
+    drop(&body);
+    forget(header);
+    free_frame(&frame);
+}
