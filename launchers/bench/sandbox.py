@@ -75,13 +75,14 @@ async def crowd(pool: SandboxPool) -> dict[str, float]:
     rate = _ALIVE.value / (time.perf_counter() - started)
     for sandbox in sandboxes:
         await sandbox.exec("true")
+        await sandbox.write("id", f"{sandbox.id}\n".encode())
     usage = await pool.usage()
     before = _cpu_s(pool.spawner_pid) + time.process_time()
     for _ in range(20):
         await pool.usage()
     asked = (_cpu_s(pool.spawner_pid) + time.process_time() - before) / 20
     charged = [u.private for u in usage.values()]
-    answers = await asyncio.gather(*(sandbox.exec("echo $HOSTNAME") for sandbox in sandboxes))
+    answers = await asyncio.gather(*(sandbox.exec("cat id") for sandbox in sandboxes))
     alive = sum(answer.text == f"{sandbox.id}\n" for answer, sandbox in zip(answers, sandboxes, strict=True))
     return {
         "alive": alive,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from venusrl.sandbox import SandboxPool, Template
+from venusrl.sandbox import SandboxPool, Template, criu
 from venusrl.sandbox.daemon.client import Node
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,11 +52,11 @@ def daemon_address():
 
 
 @pytest.fixture(params=["process", "python", "daemon"])
-async def pool(request):
+async def pool(request, tmp_path):
     """With the agent's program, with the Python agent, and behind a daemon."""
     if request.param != "daemon":
         agent = "python" if request.param == "python" else "native"
-        async with SandboxPool(max_sandboxes=4, wait_s=10.0, agent=agent) as pool:
+        async with SandboxPool(max_sandboxes=4, wait_s=10.0, agent=agent, snapshots=tmp_path / "snapshots") as pool:
             yield pool
         return
     async with Node(request.getfixturevalue("daemon_address"), lease_s=1.0) as node:
@@ -81,4 +81,7 @@ def needs_memory_cgroup(pool):
         pytest.skip("no writable memory cgroup on this host")
 
 
+needs_criu = pytest.mark.skipif(
+    os.geteuid() != 0 or criu.find()[0] is None, reason="saves sandboxes; needs root, and launchers.install_criu"
+)
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="sets up another user, needs root")

@@ -157,9 +157,9 @@ async def test_open_files_are_limited(sandbox):
     assert (await sandbox.exec(script)).text == "24\n"
 
 
-async def test_hostname_and_randomness_are_its_own(pool):
+async def test_hostname_is_nobodys_and_randomness_its_own(pool):
     a, b = await pool.create(Template("a")), await pool.create(Template("b"))
     seen = [(await box.exec("hostname; head -c8 /dev/urandom | od -An -tx1")).text.split("\n") for box in (a, b)]
-    assert seen[0][0] == a.id and seen[1][0] == b.id
+    assert seen[0][0] == seen[1][0] == "sandbox"  # the same for all, so that what runs does not depend on it
     assert seen[0][1] != seen[1][1]
     assert abs(int((await a.exec("date +%s")).text) - time.time()) < 2

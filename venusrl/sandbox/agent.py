@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 
 from venusrl.sandbox import files
-from venusrl.sandbox.berth import Berth
+from venusrl.sandbox.berth import ADOPTED, Berth
 from venusrl.sandbox.job import Job, Spare
 from venusrl.sandbox.limits import process_limit, read_oom_kills
 from venusrl.sandbox.namespaces import set_dumpable
@@ -224,9 +224,11 @@ class Agent:
             self._ignore(watcher.fd)
             watcher.close()
         set_dumpable(True)  # what saves it is of another user
-        self._control, (self._life_fd, *oom) = berth.wait()
+        self._control, greeting, (self._life_fd, *oom) = berth.wait()
         set_dumpable(False)
         self._oom_fd = oom[0] if oom else None
+        for job in self._jobs.values() if greeting == ADOPTED else ():
+            job.attached = False
         self._greet()
         for watch, path in watcher.paths.items() if watcher is not None else ():
             with contextlib.suppress(OSError):

@@ -12,7 +12,8 @@ import struct
 from venusrl.sandbox.namespaces import set_namespace
 
 _CREDENTIALS = struct.Struct("iII")
-_GREETING = b"1"
+# What the agent is told: its owner is as before, or another, who knows nothing of commands that run.
+KEPT, ADOPTED = b"1", b"2"
 
 
 class Berth:
@@ -24,20 +25,21 @@ class Berth:
         self._listener.listen(1)
         self.name = self._listener.getsockname()
 
-    def wait(self) -> tuple[socket.socket, list[int]]:
-        """The connection to the new owner, and descriptors: of the spawner's life, and of the cgroup's kills."""
+    def wait(self) -> tuple[socket.socket, bytes, list[int]]:
+        """The connection to the owner, KEPT or ADOPTED, and descriptors: of the spawner's life, and of the cgroup's
+        kills."""
         with self._listener:
             while True:
                 connection, _ = self._listener.accept()
                 peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
                 if _CREDENTIALS.unpack(peer)[0] == 0:
-                    greeting, fds, _, _ = socket.recv_fds(connection, len(_GREETING), 2)
-                    if greeting == _GREETING:
-                        return connection, fds
+                    greeting, fds, _, _ = socket.recv_fds(connection, 1, 2)
+                    if greeting:
+                        return connection, greeting, fds
                 connection.close()
 
 
-def meet(pid: int, name: bytes, fds: list[int]) -> socket.socket:
+def meet(pid: int, name: bytes, greeting: bytes, fds: list[int]) -> socket.socket:
     """Connects to the agent, process `pid`, that waits under `name`, and passes it descriptors.
 
     For the spawner, as root. OSError where it does not wait.
@@ -52,7 +54,7 @@ def meet(pid: int, name: bytes, fds: list[int]) -> socket.socket:
         finally:
             set_namespace(own)
         connection.connect(name)
-        socket.send_fds(connection, [_GREETING], fds)
+        socket.send_fds(connection, [greeting], fds)
         return connection
     except OSError:
         if connection is not None:

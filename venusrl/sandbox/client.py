@@ -6,8 +6,9 @@ import asyncio
 import errno
 import math
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
+from typing import Protocol
 
 from venusrl.core.errors import ConfigError, SandboxLost, SandboxUnsupported
 from venusrl.sandbox.contract import MIB, ExecResult, FileChange, FileInfo, ProcessInfo, Template, check_env
@@ -26,6 +27,19 @@ _UNANSWERED = ("cancel", "window")
 _OWNER_REASONS = ("killed", "closed", "ttl", "oom", "node-lost", "lease")
 
 
+class Keeper(Protocol):
+    """Who made a sandbox: a pool, or a daemon far away."""
+
+    async def end(self, sandbox_id: str, reason: str) -> None:
+        """Kills the sandbox for a reason, and returns when its processes are gone."""
+
+    async def snapshot(self, sandbox: ProcessSandbox) -> str:
+        """See Sandbox.snapshot."""
+
+    async def fork(self, sandbox: ProcessSandbox) -> ProcessSandbox:
+        """See Sandbox.fork."""
+
+
 class ProcessSandbox:
     """A sandbox of the process backend; made by SandboxPool.create.
 
@@ -33,11 +47,13 @@ class ProcessSandbox:
       sandbox_id: unique on this host.
       template: as given to create.
       streams: reader and writer of the agent's socket.
-      end: asks the spawner to kill the sandbox for a reason, and returns when its processes are gone.
+      keeper: who made it, and can do what its agent cannot.
+      paused: it stands still when it begins.
       first_id: of its requests; whole ranges belong to one client each (see daemon/hub.py).
 
     Attributes:
       foreign: takes what is for clients of other ranges.
+      ranges: of ids that are taken, this client's among them.
     """
 
     def __init__(
@@ -45,13 +61,14 @@ class ProcessSandbox:
         sandbox_id: str,
         template: Template,
         streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-        end: Callable[[str, str], Awaitable[None]],
+        keeper: Keeper,
         first_id: int = 0,
+        paused: bool = False,
     ):
         self.id = sandbox_id
         self.template = template
         self._reader, self._writer = streams
-        self._end = end
+        self._keeper = keeper
         self._loop = asyncio.get_running_loop()
         self._lost: str | None = None
         self._lost_event = asyncio.Event()
@@ -63,11 +80,14 @@ class ProcessSandbox:
         self._watches: dict[int, asyncio.Queue[FileChange | None]] = {}
         self._last_id = first_id
         self._range = first_id // RANGE
+        self.ranges = self._range + 1
         self.foreign: Callable[[dict, bytes], None] = lambda header, body: None
+        self._parked: list[bytes] | None = None  # frames that wait while nobody takes them
         self._paused_since: float | None = None
         self._paused_s = 0.0
         self._running = asyncio.Event()
         self._running.set()
+        self._set_paused(paused)
         self._receiver = self._loop.create_task(self._receive())
 
     async def open(self, files: Mapping[str, bytes]) -> None:
@@ -209,9 +229,41 @@ class ProcessSandbox:
             self._running.set()
 
     async def snapshot(self) -> str:
-        """Always SandboxUnsupported."""
+        """See Sandbox.snapshot."""
         self._check_alive()
-        raise SandboxUnsupported(f"{self.id}: the process backend has no snapshots; create a new sandbox instead")
+        return await self._keeper.snapshot(self)
+
+    async def fork(self) -> ProcessSandbox:
+        """See Sandbox.fork."""
+        self._check_alive()
+        return await self._keeper.fork(self)
+
+    async def park(self) -> str:
+        """Stops it, and lets go of the agent, which waits under the name that is returned. For who saves it."""
+        self._check_alive()
+        self._set_paused(True)
+        _, future = self._send({"op": "park"}, b"")
+        self._parked = []
+        try:
+            answer, _ = await self._answer(future, None)
+        except OSError:
+            self._writer.write(b"".join(self._parked))
+            self._parked = None
+            raise
+        await asyncio.wait({self._receiver})
+        self._check_alive()
+        return answer["berth"]
+
+    def unpark(self, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> None:
+        """The agent again, still paused."""
+        if self._lost is not None:
+            streams[1].close()
+            return
+        self._writer.close()
+        self._reader, self._writer = streams
+        self._writer.write(b"".join(self._parked))
+        self._parked = None
+        self._receiver = self._loop.create_task(self._receive())
 
     async def migrate(self, node: str) -> None:
         """Always SandboxUnsupported."""
@@ -223,7 +275,7 @@ class ProcessSandbox:
         if reason not in _OWNER_REASONS:
             raise ConfigError(f"kill reason={reason!r}: use one of {', '.join(_OWNER_REASONS)}")
         self.mark_lost(reason)
-        await self._end(self.id, reason)
+        await self._keeper.end(self.id, reason)
 
     # Life and death
 
@@ -270,7 +322,13 @@ class ProcessSandbox:
     def pass_on(self, header: dict, body: bytes = b"") -> None:
         """A request of a client of another range, as it is; what comes of it goes to `foreign`."""
         self._check_alive()
-        self._writer.write(pack(header, body))
+        self._write(pack(header, body))
+
+    def _write(self, frame: bytes) -> None:
+        if self._parked is not None:
+            self._parked.append(frame)
+        else:
+            self._writer.write(frame)
 
     def _check_alive(self) -> None:
         if self._lost is not None:
@@ -333,7 +391,7 @@ class ProcessSandbox:
         future: asyncio.Future[tuple[dict, bytes]] = self._loop.create_future()
         if header["op"] not in _UNANSWERED:
             self._waiting[self._last_id] = future
-        self._writer.write(frame)
+        self._write(frame)
         return self._last_id, future
 
     async def _answer(
@@ -345,7 +403,7 @@ class ProcessSandbox:
             left = give_up + self._paused_s - self._loop.time()
             if left <= 0 and self._paused_since is None:
                 self.mark_lost("node-lost")
-                await self._end(self.id, "node-lost")
+                await self._keeper.end(self.id, "node-lost")
                 break
             await asyncio.wait({future}, timeout=None if left == math.inf else max(left, 1.0))
         answer, body = future.result()
@@ -379,6 +437,8 @@ class ProcessSandbox:
                 future = self._waiting.pop(answer["id"], None)
                 if future is not None and not future.done():
                     future.set_result((answer, body))
+        if self._parked is not None:
+            return
         # The agent is gone. The spawner knows why and says so next, unless it died itself.
         with suppress(TimeoutError):
             await asyncio.wait_for(self._lost_event.wait(), _REASON_WAIT_S)

@@ -302,7 +302,19 @@ class Sandbox(Protocol):
         """Undoes pause. Idempotent."""
 
     async def snapshot(self) -> str:
-        """Saves the sandbox and returns the snapshot's id, or raises SandboxUnsupported."""
+        """Saves the sandbox, which goes on, and returns the snapshot's id, for `restore` of who made it.
+
+        Saved are memory, processes, open files, terminals and files; connections among them, too. What is random
+        within a process is as random in every copy; what the kernel gives differs.
+
+        Raises:
+          SandboxUnsupported: the host or the backend cannot; the message says what would make it work.
+          SandboxError: it holds something that cannot be saved.
+        """
+
+    async def fork(self) -> Sandbox:
+        """Another sandbox that is as this one is now, both going on from here; its commands that run are listed by
+        `processes`, and can be connected to."""
 
     async def migrate(self, node: str) -> None:
         """Moves the sandbox to another node, or raises SandboxUnsupported."""

@@ -158,6 +158,23 @@ class Group:
             if os.path.exists(f"{directory}/{file}"):
                 _write(f"{directory}/{file}", str(memory_bytes))
 
+    def settle(self, memory_bytes: int, pids: int) -> None:
+        """Limits as a new group would have them; a memory that is over its limit keeps the one it has."""
+        for directory in self._directories:
+            if os.path.exists(f"{directory}/pids.max"):
+                _write(f"{directory}/pids.max", str(pids + _PIDS_HEADROOM))
+        if self._oom_path is not None:
+            try:
+                self.resize(memory_bytes)
+            except OSError as error:
+                if error.errno != errno.EBUSY:
+                    raise
+
+    def kill(self) -> None:
+        """Every process that is in it."""
+        for directory in self._directories:
+            _kill_members(directory)
+
     def oom_kills(self) -> int:
         """Processes of the group that the kernel killed for its memory limit so far."""
         return read_oom_kills(self.oom_fd)

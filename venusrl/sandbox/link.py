@@ -28,6 +28,7 @@ class SpawnerLink:
     Attributes:
       report: {"mode": "range" | "single", "cgroups": {"memory": ..., "pids": ..., "cpu": ...}, "seccomp": bool}.
       process_id: pid of the spawner.
+      agent_pids: of the sandboxes' first processes, by sandbox.
       closed: set when the spawner is gone.
     """
 
@@ -42,17 +43,19 @@ class SpawnerLink:
         self._control = control
         self._on_gone = on_gone
         self._on_pressure = on_pressure
-        self._resizing: dict[int, tuple[str, asyncio.Future[None]]] = {}
-        self._resized = 0
+        self._asking: dict[int, tuple[str, asyncio.Future[socket.socket | None]]] = {}
+        self._asked_count = 0
         self._loop = asyncio.get_running_loop()
         self._hello: asyncio.Future[dict] = self._loop.create_future()
-        self._creating: dict[str, asyncio.Future[socket.socket]] = {}
+        self._creating: dict[str, tuple[str, asyncio.Future[socket.socket]]] = {}
         self._ending: dict[str, asyncio.Event] = {}
-        self._sending = asyncio.Lock()
+        self._sending, self._closing = asyncio.Lock(), asyncio.Lock()
+        self._collected = False
         self._tasks: set[asyncio.Task] = set()
         self._usage: dict[str, tuple[int, int]] = {}
         self._measuring: asyncio.Future[dict[str, tuple[int, int]]] | None = None
         self.process_id = process.pid
+        self.agent_pids: dict[str, int] = {}
         self.report: dict = {}
         self.closed = asyncio.Event()
         self._loop.add_reader(control.fileno(), self._receive)
@@ -99,13 +102,18 @@ class SpawnerLink:
         link.report = link._hello.result()
         return link
 
-    async def create(self, sandbox_id: str, request: dict) -> socket.socket:
-        """A new sandbox's agent socket. SandboxUnsupported if the host refuses, SandboxError if the spawner died."""
+    async def create(self, sandbox_id: str, request: dict, op: str = "create") -> socket.socket:
+        """The agent's socket of a sandbox that is new, or restored (op "restore").
+
+        Raises:
+          SandboxUnsupported: the host refuses.
+          SandboxError: the spawner died, or the sandbox cannot be restored.
+        """
         future: asyncio.Future[socket.socket] = self._loop.create_future()
-        self._creating[sandbox_id] = future
+        self._creating[sandbox_id] = (op, future)
         self._ending[sandbox_id] = asyncio.Event()
         try:
-            await self._tell({"op": "create", "id": sandbox_id, **request})
+            await self._tell({"op": op, "id": sandbox_id, **request})
         except SandboxError:
             self._creating.pop(sandbox_id, None)
             self._ending.pop(sandbox_id, None)
@@ -133,11 +141,23 @@ class SpawnerLink:
 
     async def resize(self, sandbox_id: str, memory_bytes: int) -> None:
         """Another limit of memory. SandboxError where the kernel refuses, or the sandbox or the spawner is gone."""
-        future: asyncio.Future[None] = self._loop.create_future()
-        self._resized += 1
-        self._resizing[self._resized] = (sandbox_id, future)
-        await self._tell({"op": "resize", "id": sandbox_id, "memory_bytes": memory_bytes, "request": self._resized})
-        await future
+        await self._ask(sandbox_id, "cannot have another limit of memory", op="resize", memory_bytes=memory_bytes)
+
+    async def save(self, sandbox_id: str, folder: str, criu: str, ghost_bytes: int) -> None:
+        """Saves a sandbox that is parked. SandboxError with the reason where that fails."""
+        await self._ask(sandbox_id, "cannot be saved", op="save", folder=folder, criu=criu, ghost_bytes=ghost_bytes)
+
+    async def meet(self, sandbox_id: str, berth: str) -> socket.socket:
+        """The socket of an agent that is parked. SandboxError where it is gone."""
+        return await self._ask(sandbox_id, "is not where it was", op="meet", berth=berth)
+
+    async def _ask(self, sandbox_id: str, what: str, **fields) -> socket.socket | None:
+        """The socket that the answer comes with; SandboxError `what` where it cannot be."""
+        future: asyncio.Future[socket.socket | None] = self._loop.create_future()
+        self._asked_count += 1
+        self._asking[self._asked_count] = (f"sandbox {sandbox_id} {what}", future)
+        await self._tell({"id": sandbox_id, "request": self._asked_count, **fields})
+        return await future
 
     async def end(self, sandbox_id: str, reason: str) -> None:
         """Kills a sandbox; returns when its processes are gone. Nothing happens if they are already."""
@@ -154,6 +174,12 @@ class SpawnerLink:
     async def close(self) -> None:
         """Ends the spawner and every sandbox of it."""
         self._shut()
+        async with self._closing:
+            await self._collect()
+
+    async def _collect(self) -> None:
+        if self._collected:
+            return
         try:
             await self._loop.run_in_executor(None, self._process.wait, _END_WAIT_S)
         except subprocess.TimeoutExpired:
@@ -161,6 +187,7 @@ class SpawnerLink:
             await self._loop.run_in_executor(None, self._process.wait)
         if self._process.returncode != 0:  # it could not clean up behind itself
             await self._loop.run_in_executor(None, limits.reap, Path("/proc/self/mountinfo").read_text())
+        self._collected = True
 
     async def _tell(self, message: dict) -> None:
         data = json.dumps(message).encode()
@@ -193,8 +220,8 @@ class SpawnerLink:
             self._forget(sandbox_id, message["reason"])
         elif event == "pressure":
             self._on_pressure(sandbox_id)
-        elif event == "resized":
-            self._answer_resize(message)
+        elif event == "done":
+            self._answer(message, fds)
         elif event == "usage":
             self._usage |= {name: (charged, kernel) for name, charged, kernel in message["rows"]}
             if message["last"]:
@@ -203,23 +230,33 @@ class SpawnerLink:
         else:
             self._answer_create(sandbox_id, message, fds)
 
-    def _answer_resize(self, message: dict) -> None:
-        sandbox_id, future = self._resizing.pop(message["request"])
+    def _answer(self, message: dict, fds: list[int]) -> None:
+        what, future = self._asking.pop(message["request"])
+        agent = None
+        if fds:
+            agent = socket.socket(fileno=fds[0])
+            agent.setblocking(False)
         if future.done():
-            return
-        if message["error"] is not None or not message["known"]:
-            why = message["error"] or "it is gone"
-            future.set_exception(SandboxError(f"sandbox {sandbox_id} cannot have another limit of memory: {why}"))
+            if agent is not None:
+                agent.close()
+        elif message["error"] is not None:
+            future.set_exception(SandboxError(f"{what}: {message['error']}"))
         else:
-            future.set_result(None)
+            future.set_result(agent)
 
     def _answer_create(self, sandbox_id: str, message: dict, fds: list[int]) -> None:
-        future = self._creating.pop(sandbox_id)
+        op, future = self._creating.pop(sandbox_id)
         if message["event"] == "refused":
-            self._ending.pop(sandbox_id)
+            self._ending.pop(sandbox_id).set()
             if not future.done():
-                future.set_exception(SandboxUnsupported(f"cannot make a sandbox: {message['error']}"))
-        elif future.done():
+                error = message["error"]
+                restoring = SandboxError(f"the sandbox cannot be restored: {error}")
+                future.set_exception(
+                    restoring if op == "restore" else SandboxUnsupported(f"cannot make a sandbox: {error}")
+                )
+            return
+        self.agent_pids[sandbox_id] = message["pid"]
+        if future.done():
             os.close(fds[0])  # the caller was cancelled; the closed socket ends the agent
         else:
             agent = socket.socket(fileno=fds[0])
@@ -227,6 +264,7 @@ class SpawnerLink:
             future.set_result(agent)
 
     def _forget(self, sandbox_id: str, reason: str) -> None:
+        self.agent_pids.pop(sandbox_id, None)
         self._on_gone(sandbox_id, reason)
         gone = self._ending.pop(sandbox_id, None)
         if gone is not None:
@@ -241,17 +279,20 @@ class SpawnerLink:
         self._control.close()
         if not self._hello.done():
             self._hello.set_exception(SandboxError("the spawner died at its start"))
-        for future in self._creating.values():
+        for _, future in self._creating.values():
             if not future.done():
                 future.set_exception(SandboxError("the spawner died during create"))
         self._creating.clear()
-        for _, future in self._resizing.values():
+        for _, future in self._asking.values():
             if not future.done():
                 future.set_exception(SandboxError("the spawner is gone"))
                 future.exception()  # seen: who asked may have been cancelled
-        self._resizing.clear()
+        self._asking.clear()
         if self._measuring is not None and not self._measuring.done():
             self._measuring.set_exception(SandboxError("the spawner is gone"))
             self._measuring.exception()  # seen: who asked may have been cancelled
         for sandbox_id in list(self._ending):
             self._forget(sandbox_id, "node-lost")
+        # Collects it, and what it could not end: a sandbox that was being restored.
+        self._tasks.add(task := self._loop.create_task(self.close()))
+        task.add_done_callback(self._tasks.discard)

@@ -14,6 +14,7 @@ CLONE_NEWIPC = 0x08000000
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
+USERS = 65536  # of a sandbox
 SANDBOX_NAMESPACES = (
     CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP
 )
@@ -137,6 +138,11 @@ def pivot_to(path: str) -> None:
 def eventfd() -> int:
     """eventfd(2), not blocking; closes on exec."""
     return _check(_LIBC.eventfd(0, os.O_NONBLOCK | os.O_CLOEXEC), "eventfd")
+
+
+def unshare(flags: int) -> None:
+    """unshare(2)."""
+    _check(_LIBC.unshare(flags), "unshare")
 
 
 def set_namespace(fd: int) -> None:

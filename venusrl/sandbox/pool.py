@@ -14,14 +14,18 @@ from pathlib import Path
 
 from venusrl.core.errors import ConfigError, SandboxCapacity, SandboxError, SandboxLost, SandboxUnsupported
 from venusrl.sandbox.accounting import History, Usage
-from venusrl.sandbox.client import ProcessSandbox
+from venusrl.sandbox.client import RANGE, ProcessSandbox
 from venusrl.sandbox.compiler import agent_program
+from venusrl.sandbox.compiler import key as agent_key
 from venusrl.sandbox.contract import MIB, WORKSPACE, Template
+from venusrl.sandbox.criu import find as find_criu
 from venusrl.sandbox.gate import Gate
 from venusrl.sandbox.layers import Layer, LayerStore, count, default_folder
 from venusrl.sandbox.link import SpawnerLink
 from venusrl.sandbox.rootfs import PYTHON_HOME
 from venusrl.sandbox.shelf import Shelf
+from venusrl.sandbox.snapshots import Snapshot, SnapshotStore, machine, new_id
+from venusrl.sandbox.snapshots import default_folder as default_snapshots
 from venusrl.sandbox.wire import read_frame
 
 LINGER_S = 60.0  # that a layer without sandboxes stays in memory
@@ -33,6 +37,20 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 def _holder(layer: Layer) -> str:
     return f"{HOLDER}{layer.manifest.key[:12]}"
+
+
+@dataclass(frozen=True)
+class _Restored:
+    """What a sandbox is restored from: a snapshot, checked out in a folder, by the CRIU at a path."""
+
+    snapshot: Snapshot
+    folder: str
+    criu: str
+    adopt: bool = True
+
+    def request(self) -> dict:
+        fields = {"base": self.snapshot.base, "berth": self.snapshot.berth, "adopt": self.adopt}
+        return {"folder": self.folder, "criu": self.criu, **fields}
 
 
 @dataclass(frozen=True)
@@ -55,6 +73,7 @@ class SandboxPool:
       python_prefix: directory of the interpreter that `python3` is inside; by default the owner's. One below /usr
         is there anyway and needs no bind.
       templates: folder of built templates, which pools may share; by default one of this user's.
+      snapshots: folder of saved sandboxes, which pools may share; by default one of this user's.
       agent: "native", the program that is compiled from sandbox/native; "python"; or "auto", native where that works.
       on_pressure: called with a sandbox that stands still for want of memory (Template.oom="hold"); see resize.
     """
@@ -66,6 +85,7 @@ class SandboxPool:
         wait_s: float = 60.0,
         python_prefix: str = sys.base_prefix,
         templates: str | os.PathLike | None = None,
+        snapshots: str | os.PathLike | None = None,
         agent: str = "auto",
         on_pressure: Callable[[ProcessSandbox], None] = lambda sandbox: None,
     ):
@@ -82,9 +102,12 @@ class SandboxPool:
         self._python_prefix = None if prefix == "/usr" or prefix.startswith("/usr/") else prefix
         self._python_bin = f"{prefix if self._python_prefix is None else PYTHON_HOME}/bin"
         self._shelf = Shelf(LayerStore(default_folder() if templates is None else templates), self._build)
+        self._snapshots = SnapshotStore(default_snapshots() if snapshots is None else snapshots)
+        self._saving: dict[str, asyncio.Lock] = {}
         self._holders: dict[str, asyncio.StreamWriter] = {}
         self._hold_lock = asyncio.Lock()
-        self._layer_bytes: dict[str, int] = {}
+        self._layers: dict[str, Layer] = {}
+        self._pids: dict[str, int] = {}
         self._uses: Counter[str] = Counter()  # sandboxes by the layer that they have
         self._shared: dict[str, int] = {}
         self._histories: dict[str, History] = {}
@@ -136,14 +159,16 @@ class SandboxPool:
         if self._closed:
             raise SandboxError("the pool is closed")
         if not template.is_built:
-            return await self._create(template, None, build=False)
-        layer = await self._shelf.layer(template)
+            return await self._create(template, None)
+        return await self._create_on(await self._shelf.layer(template), template)
+
+    async def _create_on(self, layer: Layer, template: Template, restored: _Restored | None = None) -> ProcessSandbox:
+        """One whose files begin with those of the layer."""
         tree = str(layer.tree)
         self._uses[tree] += 1
         try:
             await self._hold(layer)
-            self._layer_bytes[tree] = layer.manifest.bytes
-            sandbox = await self._create(template, tree, build=False)
+            sandbox = await self._create(template, layer, restored=restored)
         except BaseException:
             self._leave(layer)
             raise
@@ -203,7 +228,129 @@ class SandboxPool:
         if sandbox is not None:
             self._on_pressure(sandbox)
 
-    async def _create(self, template: Template, layer: str | None, build: bool) -> ProcessSandbox:
+    async def end(self, sandbox_id: str, reason: str) -> None:
+        """Kills one for a reason; when it returns, its processes are gone."""
+        if self._link is not None:
+            await self._link.end(sandbox_id, reason)
+
+    # Saved ones
+
+    async def snapshot(self, sandbox: ProcessSandbox) -> str:
+        """See Sandbox.snapshot."""
+        return (await self._save(sandbox)).id
+
+    async def restore(self, snapshot_id: str) -> ProcessSandbox:
+        """A sandbox that is as the saved one was, and goes on from there; again and again, if wanted.
+
+        Raises:
+          SandboxError: there is no such snapshot, it is damaged, or was made with other programs than this host has.
+          SandboxUnsupported: this host cannot restore any.
+          SandboxCapacity: as for `create`.
+        """
+        return await self._restore(await asyncio.to_thread(self._snapshots.open, snapshot_id))
+
+    async def fork(self, sandbox: ProcessSandbox) -> ProcessSandbox:
+        """See Sandbox.fork."""
+        snapshot = await self._save(sandbox)
+        try:
+            return await self._restore(snapshot)
+        finally:
+            await asyncio.to_thread(self._snapshots.delete, snapshot.id)
+
+    async def snapshots(self) -> list[Snapshot]:
+        """Those that there are, the oldest first."""
+        return await asyncio.to_thread(self._snapshots.list)
+
+    async def delete_snapshot(self, snapshot_id: str) -> None:
+        """SandboxError where there is none."""
+        await asyncio.to_thread(self._snapshots.delete, snapshot_id)
+
+    def _saver(self) -> str:
+        """The path of CRIU; SandboxUnsupported where this host cannot save sandboxes."""
+        criu, why = find_criu()
+        if self.host.get("mode") != "range":
+            why = "it needs root"
+        elif self.host.get("agent") != "native":
+            why = "it needs the agent's program, which needs a C compiler"
+        if why:
+            raise SandboxUnsupported(f"sandboxes cannot be saved and restored here: {why}")
+        return criu
+
+    async def _save(self, sandbox: ProcessSandbox) -> Snapshot:
+        criu = await asyncio.to_thread(self._saver)
+        saving = asyncio.create_task(self._save_parked(sandbox, criu))
+        try:
+            return await asyncio.shield(saving)
+        except asyncio.CancelledError:
+            await asyncio.wait({saving})  # or it would stay parked
+            raise
+
+    async def _save_parked(self, sandbox: ProcessSandbox, criu: str) -> Snapshot:
+        async with self._saving.setdefault(sandbox.id, asyncio.Lock()):
+            staged = await asyncio.to_thread(self._snapshots.stage)
+            was_paused = sandbox.paused
+            try:
+                berth = await sandbox.park()
+                try:
+                    await self._link.save(sandbox.id, str(staged), criu, sandbox.template.disk_bytes)
+                    snapshot = await asyncio.to_thread(self._describe, sandbox, berth)
+                finally:
+                    await self._unpark(sandbox, berth)
+                return await asyncio.to_thread(self._snapshots.finish, staged, snapshot)
+            except BaseException:
+                await asyncio.to_thread(self._snapshots.discard, staged)
+                raise
+            finally:
+                if not was_paused and sandbox.lost is None:
+                    await sandbox.resume()
+
+    async def _unpark(self, sandbox: ProcessSandbox, berth: str) -> None:
+        try:
+            agent = await self._link.meet(sandbox.id, berth)
+        except SandboxError as error:
+            await sandbox.kill("node-lost")
+            raise SandboxLost(sandbox.id, sandbox.lost or "node-lost") from error
+        sandbox.unpark(await asyncio.open_connection(sock=agent))
+
+    def _describe(self, sandbox: ProcessSandbox, berth: str) -> Snapshot:
+        pid = self._pids[sandbox.id]
+        base = int(Path(f"/proc/{pid}/uid_map").read_text().split()[1])
+        layer = self._layers.get(sandbox.id)
+        of_layer = ("", "") if layer is None else (layer.manifest.key, layer.manifest.digest)
+        names = (new_id(), sandbox.template, agent_key(), machine())
+        return Snapshot(*names, base, berth, sandbox.ranges, *of_layer)
+
+    async def _restore(self, snapshot: Snapshot) -> ProcessSandbox:
+        criu = await asyncio.to_thread(self._saver)
+        for what, theirs, ours in (("agent", snapshot.agent, agent_key()), ("machine", snapshot.machine, machine())):
+            if theirs != ours:
+                raise SandboxError(f"snapshot {snapshot.id} was made with {what} {theirs}, and this host has {ours}")
+        layer = None
+        if snapshot.layer:
+            layer = await self._shelf.known(snapshot.layer) or await self._shelf.layer(snapshot.template)
+            if layer.manifest.digest != snapshot.layer_digest:
+                raise SandboxError(
+                    f"snapshot {snapshot.id}: template {snapshot.template.name!r} has other files here than it had "
+                    f"then; bring {snapshot.layer[:12]} from where it was made"
+                )
+        folder = await asyncio.to_thread(self._snapshots.check_out, snapshot)
+        try:
+            restored = _Restored(snapshot, str(folder), criu)
+            if layer is None:
+                sandbox = await self._create(snapshot.template, None, restored=restored)
+            else:
+                sandbox = await self._create_on(layer, snapshot.template, restored)
+            await sandbox.resume()
+            return sandbox
+        finally:
+            await asyncio.to_thread(self._snapshots.discard, folder)
+
+    # New ones
+
+    async def _create(
+        self, template: Template, layer: Layer | Path | None, build: bool = False, restored: _Restored | None = None
+    ) -> ProcessSandbox:
+        """One whose files begin with those of a layer, or, to be built, in a folder."""
         try:
             await self._gate.enter(self._wait_s)
         except TimeoutError:
@@ -217,15 +364,24 @@ class SandboxPool:
         sandbox, link, complete = None, None, False
         try:
             link = await self._spawner()
-            agent = await link.create(sandbox_id, self._request(template) | {"layer": layer, "build": build})
+            tree = str(layer.tree) if isinstance(layer, Layer) else layer and str(layer)
+            request = self._request(template) | {"layer": tree, "build": build}
+            if restored is None:
+                agent = await link.create(sandbox_id, request)
+            else:
+                agent = await link.create(sandbox_id, request | restored.request(), "restore")
             streams = await asyncio.open_connection(sock=agent)
-            sandbox = ProcessSandbox(sandbox_id, template, streams, link.end)
-            self._shared[sandbox_id] = 0 if build or layer is None else self._layer_bytes[layer]
+            first_id = 0 if restored is None else restored.snapshot.ranges * RANGE
+            sandbox = ProcessSandbox(sandbox_id, template, streams, self, first_id, restored is not None)
+            self._pids[sandbox_id] = link.agent_pids[sandbox_id]
+            if isinstance(layer, Layer):
+                self._layers[sandbox_id] = layer
+            self._shared[sandbox_id] = layer.manifest.bytes if isinstance(layer, Layer) else 0
             if sandbox_id in self._alive:
                 self._alive[sandbox_id] = sandbox
             else:
                 sandbox.mark_lost("node-lost")
-            await sandbox.open({} if build else template.files)
+            await sandbox.open({} if build or restored is not None else template.files)
             complete = True
             return sandbox
         finally:
@@ -234,7 +390,7 @@ class SandboxPool:
 
     async def _build(self, template: Template, tree: Path) -> None:
         """Runs the template's set-up on its files."""
-        sandbox = await self._create(template, str(tree), build=True)
+        sandbox = await self._create(template, tree, build=True)
         too_large = asyncio.Event()
         watch = asyncio.create_task(self._watch_size(sandbox, tree, template.layer_bytes, too_large))
         try:
@@ -334,7 +490,8 @@ class SandboxPool:
         if sandbox_id not in self._alive:
             return
         sandbox = self._alive.pop(sandbox_id)
-        self._shared.pop(sandbox_id, None)
+        for of_sandbox in (self._shared, self._layers, self._pids, self._saving):
+            of_sandbox.pop(sandbox_id, None)
         self._histories.pop(sandbox_id, None)
         if sandbox is not None:
             sandbox.mark_lost(reason)

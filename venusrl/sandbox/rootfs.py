@@ -1,10 +1,12 @@
 """The file system of a sandbox: a read-only view of the host's /usr and one private, sized tmpfs.
 
-One tmpfs holds four directories: `root` (what becomes /, read-only), and the writable `workspace`, `tmp` and `shm`.
-Runs in the sandbox's first process, inside its new namespaces, before privileges are dropped.
+One tmpfs holds the directories `root` (what becomes /, read-only) and the writable `workspace`, `tmp` and `shm`. A new
+sandbox's first process builds it within its namespaces, before it drops its privileges (`enter`); for one that is
+restored it is built from outside, and CRIU puts its parts in place (`assemble`).
 """
 
 import os
+import stat
 
 from venusrl.sandbox.namespaces import (
     MOUNT_ATTR_NODEV,
@@ -24,13 +26,22 @@ from venusrl.sandbox.namespaces import (
 )
 
 USER_ID = 1000
+HOSTNAME = "sandbox"
 PYTHON_HOME = "/opt/python"
 AGENT = "/opt/agent"
 # Covered by the tmpfs while the tree is built; any directory that always exists will do.
 _STAGE = "/tmp"
-_ROOT = f"{_STAGE}/root"
 _MAX_INODES = 100_000
 _READ_ONLY = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV
+# Not nodev, which would make it unusable. Read-only guards the node; the device itself can be written.
+_DEVICE = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_PROGRAMS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_CONFIGURATION = ("/etc/ld.so.cache", "/etc/alternatives")
+# What the sandbox writes: where it has it, its directory in the tmpfs, and that one's mode.
+OWN = (("/workspace", "workspace", 0o755), ("/tmp", "tmp", 0o1777), ("/dev/shm", "shm", 0o1777))
+# The whole tmpfs, read-only, for who saves the sandbox from outside; its own user finds nothing new in it.
+DISK = "/run/disk"
 _LINKS = {
     "dev/fd": "/proc/self/fd",
     "dev/stdin": "/proc/self/fd/0",
@@ -46,13 +57,54 @@ _ETC = {
     "group": "root:x:0:\nsandbox:x:1000:\nnogroup:x:65534:\n",
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
     "resolv.conf": "",
+    "hostname": f"{HOSTNAME}\n",
+    "hosts": f"127.0.0.1 localhost {HOSTNAME}\n::1 localhost\n",
 }
 
 
-def open_handle(path: str | None) -> int | None:
-    """A handle on the interpreter's directory or the agent's program, taken while this process still has the host
-    user's rights: it may lie below a directory (`/root`, mode 700) that the sandbox's own user cannot enter."""
-    return None if path is None else os.open(path, os.O_PATH)
+class Host:
+    """What a sandbox sees of the host.
+
+    Args:
+      python: directory of the interpreter, shown at /opt/python; None: it has that of /usr.
+      agent: path of the agent's program; None: there is none.
+    """
+
+    def __init__(self, python: str | None, agent: str | None):
+        self.python = python
+        self.agent = agent
+
+    def open(self) -> dict[str, int]:
+        """Handles on what may lie below a directory (`/root`, mode 700) that the sandbox's own user cannot enter: taken
+        while this process still has the host user's rights, and to be closed."""
+        paths = {PYTHON_HOME: self.python, AGENT: self.agent}
+        return {target: os.open(path, os.O_PATH) for target, path in paths.items() if path is not None}
+
+    def binds(self, stage: str, handles: dict[str, int] | None = None) -> list[tuple[str, str, int]]:
+        """(target, source, flags) of each mount, in an order in which they can be made.
+
+        /opt/python comes without its site-packages: what happens to be installed there would differ from host to host,
+        and start-up files in it can triple the time that every `python3` of a sandbox takes to start (42 ms against
+        12 ms, measured).
+        """
+        found = [("/usr", "/usr", _READ_ONLY)]
+        found += [(f"/{name}", f"/{name}", _READ_ONLY) for name in _PROGRAMS if _is_directory(f"/{name}")]
+        found += [(path, path, _READ_ONLY | MOUNT_ATTR_NOEXEC) for path in _CONFIGURATION if os.path.exists(path)]
+        found += [(f"/dev/{name}", f"/dev/{name}", _DEVICE) for name in _DEVICES]
+        sources = {PYTHON_HOME: self.python, AGENT: self.agent}
+        if handles is not None:
+            sources = {target: f"/proc/self/fd/{fd}" for target, fd in handles.items()}
+        found += [(target, source, _READ_ONLY) for target, source in sources.items() if source is not None]
+        library = f"{sources.get(PYTHON_HOME)}/lib"
+        for name in os.listdir(library) if os.path.isdir(library) else ():
+            if name.startswith("python3") and os.path.isdir(f"{library}/{name}/site-packages"):
+                found.append((f"{PYTHON_HOME}/lib/{name}/site-packages", f"{stage}/empty", _READ_ONLY))
+        return found
+
+
+def _is_directory(path: str) -> bool:
+    """Most distributions keep the top-level names as links into /usr."""
+    return os.path.isdir(path) and not os.path.islink(path)
 
 
 class Layer:
@@ -71,55 +123,118 @@ class Layer:
         self.writable = writable
 
 
-def enter(
-    hostname: str,
-    disk_bytes: int,
-    python_fd: int | None,
-    python_prefix: str | None,
-    layer: Layer | None = None,
-    agent_fd: int | None = None,
-) -> None:
+def enter(disk_bytes: int, host: Host, handles: dict[str, int], layer: Layer | None = None) -> None:
     """Builds the tree and makes it the root. OSError names the step that the host refused."""
     mount("none", "/", None, MS_REC | MS_PRIVATE)
+    binds = host.binds(_STAGE, handles)
+    root = _skeleton(_STAGE, disk_bytes, USER_ID, host, binds)
+    for target, source, flags in binds:
+        mount(source, root + target, None, MS_BIND | MS_REC)
+        set_mount_flags(root + target, flags, recursive=True)
+    for fd in handles.values():
+        os.close(fd)
+    options = "newinstance,ptmxmode=0666,mode=620,max=64"
+    mount("devpts", f"{root}/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, options)
+    mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    if layer is not None:
+        _mount_layer(_STAGE, layer, USER_ID)
+    for target, name, _ in OWN:
+        mount(f"{_STAGE}/{name}", root + target, None, MS_BIND)
+    mount(_STAGE, root + DISK, None, MS_BIND)
+    set_mount_flags(root + DISK, _READ_ONLY | MOUNT_ATTR_NOEXEC, recursive=False)
+    set_mount_flags(root, _READ_ONLY, recursive=False)
+    pivot_to(root)
+
+
+def assemble(
+    stage: str, disk_bytes: int, base: int, host: Host, layer: Layer | None, mounts: list[str]
+) -> dict[str, str]:
+    """Builds the same in the directory `stage`, as parts: a root that only has the places of the mounts, and by such a
+    place what belongs there, each a mount of its own that nothing is mounted in.
+
+    Args:
+      base: first user of the host that is the sandbox's.
+      mounts: the places that the sandbox had mounts at.
+
+    Raises:
+      OSError: ENOENT, this host lacks what the sandbox had.
+    """
+    binds = host.binds(stage)
+    owner = base + USER_ID
+    root = _skeleton(stage, disk_bytes, owner, host, binds)
+    for folder, folders, files in os.walk(stage):
+        for path in (folder, *(f"{folder}/{name}" for name in (*folders, *files))):
+            if os.lstat(path).st_uid == 0:
+                os.lchown(path, base, base)
+    set_mount_flags(root, _READ_ONLY, recursive=False)
+    if layer is not None:
+        _mount_layer(stage, layer, owner)
+    own = {target: f"{stage}/{name}" for target, name, _ in OWN} | {DISK: stage}
+    found = {}
+    for number, place in enumerate(mounts):
+        source = own.get(place) or _source(place, binds)
+        part = f"{stage}/part-{number}"
+        if os.path.isdir(source):
+            os.mkdir(part)
+        else:
+            _write(part, "")
+        mount(source, part, None, MS_BIND)
+        found[place] = part
+    return found
+
+
+def _source(place: str, binds: list[tuple[str, str, int]]) -> str:
+    """Where the host has what the sandbox has at `place`, which may lie below one of the binds."""
+    fits = [(target, source) for target, source, _ in binds if place == target or place.startswith(f"{target}/")]
+    if not fits:
+        raise FileNotFoundError(2, "this host shows no such place to sandboxes", place)
+    target, source = max(fits)
+    path = source + place[len(target) :]
+    os.stat(path)
+    return path
+
+
+def _skeleton(stage: str, disk_bytes: int, owner: int, host: Host, binds: list[tuple[str, str, int]]) -> str:
+    """The tmpfs with its directories, and the root with all that is no mount; returns the root."""
+    root = f"{stage}/root"
     options = f"size={disk_bytes},nr_inodes={_MAX_INODES},mode=755"
-    mount("tmpfs", _STAGE, "tmpfs", MS_NOSUID | MS_NODEV, options)
-    for name in ("root", "workspace", "tmp", "shm", "empty"):
-        os.mkdir(f"{_STAGE}/{name}", 0o755)
-    mount(_ROOT, _ROOT, None, MS_BIND)
-    _bind_host_programs()
-    _write_etc(hostname)
-    _make_devices()
-    if python_fd is not None:
-        _bind_python(python_fd, python_prefix)
-    if agent_fd is not None:
-        os.makedirs(f"{_ROOT}{os.path.dirname(AGENT)}", exist_ok=True)
-        _write(f"{_ROOT}{AGENT}", "")
-        _bind(f"/proc/self/fd/{agent_fd}", f"{_ROOT}{AGENT}", _READ_ONLY)
-        os.close(agent_fd)
-    for path in ("proc", "workspace", "tmp"):
-        os.mkdir(f"{_ROOT}/{path}", 0o755)
-    mount("proc", f"{_ROOT}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    for name, target, mode in (("workspace", "workspace", 0o755), ("tmp", "tmp", 0o1777), ("shm", "dev/shm", 0o1777)):
-        os.chown(f"{_STAGE}/{name}", USER_ID, USER_ID)
-        os.chmod(f"{_STAGE}/{name}", mode)
-        if name == "workspace" and layer is not None:
-            _mount_layer(layer)
-        mount(f"{_STAGE}/{name}", f"{_ROOT}/{target}", None, MS_BIND)
-    set_mount_flags(_ROOT, _READ_ONLY, recursive=False)
-    pivot_to(_ROOT)
+    mount("tmpfs", stage, "tmpfs", MS_NOSUID | MS_NODEV, options)
+    for name in ("root", "empty"):
+        os.mkdir(f"{stage}/{name}", 0o755)
+    for _, name, mode in OWN:
+        os.mkdir(f"{stage}/{name}")
+        os.chown(f"{stage}/{name}", owner, owner)
+        os.chmod(f"{stage}/{name}", mode)
+    mount(root, root, None, MS_BIND)
+    for name in ("etc", "var", "dev", "dev/shm", "dev/pts", "opt", "proc", "run", "run/disk", "workspace", "tmp"):
+        os.mkdir(f"{root}/{name}", 0o755)
+    for name in _PROGRAMS:
+        if os.path.islink(f"/{name}"):
+            os.symlink(os.readlink(f"/{name}"), f"{root}/{name}")
+    for name, text in _ETC.items():
+        _write(f"{root}/etc/{name}", text)
+    for path, target in _LINKS.items():
+        os.symlink(target, f"{root}/{path}")
+    for target, source, _ in binds:
+        if target.startswith(f"{PYTHON_HOME}/"):
+            continue  # a place in another bind
+        if stat.S_ISDIR(os.stat(source).st_mode):
+            os.mkdir(root + target, 0o755)
+        else:
+            _write(root + target, "")
+    if host.python is not None:  # a link at the interpreter's own path, which its RPATH and scripts name
+        os.makedirs(os.path.dirname(root + host.python), exist_ok=True)
+        if not os.path.lexists(root + host.python):
+            os.symlink(PYTHON_HOME, root + host.python)
+    return root
 
 
-def _bind(source: str, target: str, attributes: int) -> None:
-    mount(source, target, None, MS_BIND | MS_REC)
-    set_mount_flags(target, attributes, recursive=True)
-
-
-def _mount_layer(layer: Layer) -> None:
+def _mount_layer(stage: str, layer: Layer, owner: int) -> None:
     """Mounts the layer, and over it what is the sandbox's own, at the workspace; one to be written is there itself."""
     for name in ("layer", "upper", "work"):
-        os.mkdir(f"{_STAGE}/{name}", 0o755)
-        os.chown(f"{_STAGE}/{name}", USER_ID, USER_ID)
-    target = f"{_STAGE}/workspace" if layer.writable else f"{_STAGE}/layer"
+        os.mkdir(f"{stage}/{name}", 0o755)
+        os.chown(f"{stage}/{name}", owner, owner)
+    target = f"{stage}/workspace" if layer.writable else f"{stage}/layer"
     if layer.is_mount:
         attach(layer.fd, target)
     else:
@@ -129,70 +244,8 @@ def _mount_layer(layer: Layer) -> None:
     os.close(layer.fd)
     if layer.writable:
         return
-    parts = f"lowerdir={_STAGE}/layer,upperdir={_STAGE}/upper,workdir={_STAGE}/work,userxattr"
-    mount("overlay", f"{_STAGE}/workspace", "overlay", MS_NOSUID | MS_NODEV, parts)
-
-
-def _bind_host_programs() -> None:
-    """/usr, and the top-level names that most distributions keep as links into it."""
-    os.mkdir(f"{_ROOT}/usr")
-    _bind("/usr", f"{_ROOT}/usr", _READ_ONLY)
-    for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
-        if os.path.islink(f"/{name}"):
-            os.symlink(os.readlink(f"/{name}"), f"{_ROOT}/{name}")
-        elif os.path.isdir(f"/{name}"):
-            os.mkdir(f"{_ROOT}/{name}")
-            _bind(f"/{name}", f"{_ROOT}/{name}", _READ_ONLY)
-
-
-def _write_etc(hostname: str) -> None:
-    os.mkdir(f"{_ROOT}/etc")
-    os.mkdir(f"{_ROOT}/var")
-    own = {"hostname": f"{hostname}\n", "hosts": f"127.0.0.1 localhost {hostname}\n::1 localhost\n"}
-    for name, text in {**_ETC, **own}.items():
-        _write(f"{_ROOT}/etc/{name}", text)
-    if os.path.exists("/etc/ld.so.cache"):
-        _write(f"{_ROOT}/etc/ld.so.cache", "")
-        _bind("/etc/ld.so.cache", f"{_ROOT}/etc/ld.so.cache", _READ_ONLY | MOUNT_ATTR_NOEXEC)
-    if os.path.isdir("/etc/alternatives"):
-        os.mkdir(f"{_ROOT}/etc/alternatives")
-        _bind("/etc/alternatives", f"{_ROOT}/etc/alternatives", _READ_ONLY | MOUNT_ATTR_NOEXEC)
-
-
-def _make_devices() -> None:
-    """Harmless device nodes, bound from the host: a user namespace may not make any."""
-    os.mkdir(f"{_ROOT}/dev")
-    os.mkdir(f"{_ROOT}/dev/shm")
-    for name in ("null", "zero", "full", "random", "urandom"):
-        _write(f"{_ROOT}/dev/{name}", "")
-        mount(f"/dev/{name}", f"{_ROOT}/dev/{name}", None, MS_BIND)
-        # Not nodev, which would make it unusable. Read-only guards the node; the device itself can be written.
-        flags = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NOEXEC
-        set_mount_flags(f"{_ROOT}/dev/{name}", flags, recursive=False)
-    os.mkdir(f"{_ROOT}/dev/pts")
-    options = "newinstance,ptmxmode=0666,mode=620,max=64"
-    mount("devpts", f"{_ROOT}/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, options)
-    for path, target in _LINKS.items():
-        os.symlink(target, f"{_ROOT}/{path}")
-
-
-def _bind_python(python_fd: int, prefix: str) -> None:
-    """The owner's interpreter at /opt/python, and a link at its old path, which its RPATH and scripts name.
-
-    Without its site-packages: what happens to be installed there would differ from host to host, and start-up files in
-    it can triple the time that every `python3` of a sandbox takes to start (42 ms against 12 ms, measured).
-    """
-    os.makedirs(f"{_ROOT}{PYTHON_HOME}")
-    _bind(f"/proc/self/fd/{python_fd}", f"{_ROOT}{PYTHON_HOME}", _READ_ONLY)
-    os.close(python_fd)
-    library = f"{_ROOT}{PYTHON_HOME}/lib"
-    for name in os.listdir(library) if os.path.isdir(library) else ():
-        packages = f"{library}/{name}/site-packages"
-        if name.startswith("python3") and os.path.isdir(packages):
-            _bind(f"{_STAGE}/empty", packages, _READ_ONLY)
-    os.makedirs(os.path.dirname(f"{_ROOT}{prefix}"), exist_ok=True)
-    if not os.path.lexists(f"{_ROOT}{prefix}"):
-        os.symlink(PYTHON_HOME, f"{_ROOT}{prefix}")
+    parts = f"lowerdir={stage}/layer,upperdir={stage}/upper,workdir={stage}/work,userxattr"
+    mount("overlay", f"{stage}/workspace", "overlay", MS_NOSUID | MS_NODEV, parts)
 
 
 def _write(path: str, text: str) -> None:

@@ -38,6 +38,16 @@ class Shelf:
                 self._layers[key] = found or await self._make(template, key)
             return self._layers[key]
 
+    async def known(self, key: str) -> Layer | None:
+        """The layer of that key, from now on in use; None where it is not built."""
+        async with self._locks.setdefault((key,), asyncio.Lock()):
+            if key not in self._layers:
+                found = await asyncio.to_thread(self.store.open, key)
+                if found is None:
+                    return None
+                self._layers[key] = found
+            return self._layers[key]
+
     async def _make(self, template: Template, key: str) -> Layer:
         staged = await asyncio.to_thread(self.store.stage, template, key)
         try:

@@ -6,11 +6,12 @@ control socket, or when the owner's pidfd says so (a fork of the owner could hol
 
 Messages are JSON, one a packet (SOCK_SEQPACKET).
   in:  create {id, disk_bytes, file_bytes, memory_bytes, pids, output_bytes, ttl_s, env, layer, build, oom, oom_wait_s},
-       or a holder of a layer: create {id, memory_bytes, pids, ttl_s, hold}; kill {id, reason}; usage;
-       resize {id, memory_bytes, request}
+       or a holder of a layer: create {id, memory_bytes, pids, ttl_s, hold}; restore {what create has, folder, criu,
+       base, berth, adopt}; kill {id, reason}; usage; and, answered by `done`: resize {id, memory_bytes, request};
+       save {id, folder, criu, ghost_bytes, request}, of one whose agent has parked; meet {id, berth, request}
   out: hello {mode, cgroups, seccomp}; created {id, pid} with the agent's socket; refused {id, error};
        gone {id, reason}; usage {rows: [id, bytes, kernel bytes], last}; pressure {id}, it waits for
-       memory; resized {request, error}
+       memory; done {request, error}, with the agent's socket where that was asked for
 """
 
 import errno
@@ -23,17 +24,22 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 
-from venusrl.sandbox import limits, namespaces, rootfs, seccomp
+from venusrl.sandbox import limits, namespaces, rootfs, saving, seccomp
 from venusrl.sandbox.agent import Agent
+from venusrl.sandbox.berth import ADOPTED, KEPT, meet
 from venusrl.sandbox.holder import hold
 from venusrl.sandbox.wire import pack
 
 PACKET_BYTES = 1 << 17
 # Host users given to sandboxes: 64 Ki each, in a range no distribution assigns.
-_FIRST_USER, _USERS, _RANGES = 0x70000000, 65536, 3072
+_FIRST_USER, _USERS, _RANGES = 0x70000000, namespaces.USERS, 3072
 _REMOVE_RETRY_S = 0.02
 _USAGE_ROWS = 500  # in a packet
+# What a restored sandbox may have beyond its own limits, for CRIU, until it stands.
+_HELPER_BYTES, _HELPER_PIDS = 128 << 20, 32
+_UNLIMITED = 1 << 50
 _LONGEST_POLL_S = 3600.0  # poll(2) takes no more than 2^31 ms, and a ttl may be longer
 _USER_NAMESPACE_FIX = (
     "this host does not let this process make a sandbox. Run as root, or allow unprivileged user namespaces: "
@@ -59,6 +65,17 @@ class _Box:
         self.reason: str | None = None
 
 
+class _Helper:
+    """A process that saves or restores a sandbox; `then` is called with its exit code."""
+
+    def __init__(self, pid: int, sandbox_id: str, group: limits.Group, then: Callable[[int], None]):
+        self.pid = pid
+        self.group = group
+        self.pidfd = os.pidfd_open(pid)
+        self.sandbox_id = sandbox_id
+        self.then = then
+
+
 class Spawner:
     """Args:
     control: the packet socket to the owner.
@@ -69,14 +86,15 @@ class Spawner:
     def __init__(self, control: socket.socket, python_prefix: str | None, agent: str | None):
         self._control = control
         self._agent = agent
-        self._python_prefix = python_prefix
+        self._host = rootfs.Host(python_prefix, agent)
         with open("/proc/self/mountinfo") as mounts, open("/proc/self/cgroup") as own:
             mountinfo = mounts.read()
             limits.reap(mountinfo)
             self._cgroups = limits.detect(mountinfo, own.read())
         self._range_mode = os.geteuid() == 0 and _range_is_mapped()
-        self._made = 0
+        self._made = self._saves = 0
         self._boxes: dict[int, _Box] = {}
+        self._helpers: dict[int, _Helper] = {}
         self._unremoved: list[limits.Group] = []
         self._life_read, self._life_write = os.pipe2(os.O_CLOEXEC)
         self._owner_fd = os.pidfd_open(os.getppid())
@@ -103,6 +121,8 @@ class Spawner:
             return False
         for box in [box for fd, box in self._boxes.items() if fd in ready]:
             self._collect(box)
+        for helper in [helper for fd, helper in self._helpers.items() if fd in ready]:
+            self._end_help(helper)
         for box in [box for box in self._boxes.values() if box.oom_event in ready]:
             self._wait_for_memory(box)
         if self._control.fileno() in ready:
@@ -134,14 +154,23 @@ class Spawner:
         if message["op"] == "create":
             self._create(message)
             return
+        if message["op"] == "restore":
+            self._restore(message)
+            return
         if message["op"] == "usage":
             self._tell_usage()
             return
         box = next((box for box in self._boxes.values() if box.id == message["id"]), None)
-        if message["op"] == "resize":
-            self._resize(box, message)
-        elif box is not None:
-            self._kill(box, message["reason"])
+        if message["op"] == "kill":
+            if box is not None:
+                self._kill(box, message["reason"])
+            for helper in self._helpers.values():
+                if helper.sandbox_id == message["id"]:
+                    signal.pidfd_send_signal(helper.pidfd, signal.SIGKILL)
+        elif box is None:
+            self._tell({"event": "done", "request": message["request"], "error": "it is gone"})
+        else:
+            {"resize": self._resize, "save": self._save, "meet": self._meet}[message["op"]](box, message)
 
     def _tell_usage(self) -> None:
         """What is charged to every sandbox, in packets of a size that fits."""
@@ -160,17 +189,122 @@ class Spawner:
             box.gives_up = box.gives_up or time.monotonic() + box.oom_wait_s
             self._tell({"event": "pressure", "id": box.id})
 
-    def _resize(self, box: _Box | None, message: dict) -> None:
+    def _resize(self, box: _Box, message: dict) -> None:
         error = None
         try:
-            if box is not None:
-                box.group.resize(message["memory_bytes"])
-                box.gives_up = None
-                if box.oom_event >= 0 and box.group.under_oom():
-                    box.gives_up = time.monotonic() + box.oom_wait_s
+            box.group.resize(message["memory_bytes"])
+            box.gives_up = None
+            if box.oom_event >= 0 and box.group.under_oom():
+                box.gives_up = time.monotonic() + box.oom_wait_s
         except OSError as refused:
             error = f"{refused.strerror}"
-        self._tell({"event": "resized", "request": message["request"], "error": error, "known": box is not None})
+        self._tell({"event": "done", "request": message["request"], "error": error})
+
+    # Saving and restoring
+
+    def _help(
+        self, work: Callable[[], None], sandbox_id: str, group: limits.Group, then: Callable[[int], None]
+    ) -> None:
+        """In a group, by which its own children are found when this process is killed."""
+        group.enter()
+        try:
+            pid = saving.helper(work)
+        finally:
+            group.leave()
+        helper = _Helper(pid, sandbox_id, group, then)
+        self._helpers[helper.pidfd] = helper
+        self._poll.register(helper.pidfd, select.POLLIN)
+        group.join(pid)
+
+    def _end_help(self, helper: _Helper) -> None:
+        _, status = os.waitpid(helper.pid, 0)
+        del self._helpers[helper.pidfd]
+        self._poll.unregister(helper.pidfd)
+        os.close(helper.pidfd)
+        helper.then(os.waitstatus_to_exitcode(status))
+
+    def _save(self, box: _Box, message: dict) -> None:
+        def then(exit_code: int) -> None:
+            group.kill()
+            if not group.remove():
+                self._unremoved.append(group)
+            error = saving.error_of(message["folder"]) if exit_code else None
+            if exit_code < 0 and box.reason is None:  # it may have left its own code in the sandbox's processes
+                self._kill(box, "node-lost")
+            self._tell({"event": "done", "request": message["request"], "error": error})
+
+        self._saves += 1
+        group = self._cgroups.make(f"save-{self._saves}", _UNLIMITED, _HELPER_PIDS)
+        self._help(lambda: saving.save(message, box.pid), box.id, group, then)
+
+    def _meet(self, box: _Box, message: dict) -> None:
+        """The agent of a sandbox that was saved, and is still its owner's."""
+        try:
+            with self._connect(box.pid, message["berth"], KEPT, box.group) as connection:
+                self._tell({"event": "done", "request": message["request"], "error": None}, (connection.fileno(),))
+        except OSError as error:
+            if isinstance(error, ConnectionError):
+                raise
+            self._tell({"event": "done", "request": message["request"], "error": str(error)})
+
+    def _connect(self, pid: int, berth: str, greeting: bytes, group: limits.Group) -> socket.socket:
+        fds = [self._life_read] if group.oom_fd is None else [self._life_read, group.oom_fd]
+        return meet(pid, bytes.fromhex(berth), greeting, fds)
+
+    def _restore(self, request: dict) -> None:
+        """Within the sandbox's own group, so that what it is restored from is charged to it."""
+        group = limits.Group([], [], None)
+        try:
+            memory_bytes, pids = request["memory_bytes"], request["pids"]
+            group = self._cgroups.make(request["id"], memory_bytes + _HELPER_BYTES, pids + _HELPER_PIDS)
+            base = self._next_users()
+            self._help(
+                lambda: saving.restore(request, self._host, base),
+                request["id"],
+                group,
+                lambda exit_code: self._end_restore(request, group, exit_code),
+            )
+        except OSError as error:
+            self._refuse(request["id"], group, str(error))
+
+    def _end_restore(self, request: dict, group: limits.Group, exit_code: int) -> None:
+        try:
+            if exit_code:
+                raise OSError(errno.EIO, saving.error_of(request["folder"]))
+            pid = saving.pid_of(request["folder"])
+            with self._connect(pid, request["berth"], ADOPTED if request["adopt"] else KEPT, group) as connection:
+                hold = group.hold_on_oom() if request["oom"] == "hold" else -1
+                group.settle(request["memory_bytes"], request["pids"])
+                self._admit(request, pid, group, hold, connection)
+        except OSError as error:
+            if isinstance(error, ConnectionError):
+                raise
+            group.kill()
+            self._reap_strangers()
+            self._refuse(request["id"], group, error.strerror or str(error))
+
+    def _reap_strangers(self) -> None:
+        """Children that are nobody's: processes of a sandbox that was not restored to the end."""
+        known = {box.pid for box in self._boxes.values()} | {helper.pid for helper in self._helpers.values()}
+        with open(f"/proc/self/task/{os.getpid()}/children") as f:
+            for pid in {int(word) for word in f.read().split()} - known:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+    def _refuse(self, sandbox_id: str, group: limits.Group, error: str) -> None:
+        if not group.remove():
+            self._unremoved.append(group)
+        self._tell({"event": "refused", "id": sandbox_id, "error": error})
+
+    def _admit(self, request: dict, pid: int, group: limits.Group, hold: int, agent: socket.socket) -> None:
+        """A sandbox that is there from now on."""
+        box = _Box(request["id"], pid, group, time.monotonic() + request["ttl_s"])
+        self._boxes[box.pidfd] = box
+        self._poll.register(box.pidfd, select.POLLIN)
+        if hold >= 0:
+            box.oom_event, box.oom_wait_s = hold, request["oom_wait_s"]
+            self._poll.register(hold, select.POLLIN)
+        self._tell({"event": "created", "id": box.id, "pid": pid}, (agent.fileno(),))
 
     def _kill(self, box: _Box, reason: str) -> None:
         if box.reason is None:
@@ -194,6 +328,10 @@ class Spawner:
         self._tell({"event": "gone", "id": box.id, "reason": box.reason})
 
     def _end_all(self) -> None:
+        for helper in self._helpers.values():
+            signal.pidfd_send_signal(helper.pidfd, signal.SIGKILL)
+            helper.group.kill()
+            self._unremoved.append(helper.group)
         for box in self._boxes.values():
             self._kill(box, "node-lost")
         for box in self._boxes.values():
@@ -216,7 +354,6 @@ class Spawner:
     # Creation
 
     def _create(self, request: dict) -> None:
-        self._made += 1
         group, hold = limits.Group([], [], None), -1
         try:
             group = self._cgroups.make(request["id"], request["memory_bytes"], request["pids"])
@@ -225,24 +362,14 @@ class Spawner:
             ours, theirs = socket.socketpair()
             with ours, theirs:
                 fork = self._fork_holder if request.get("hold") else self._fork
-                pid = fork(request, group, theirs)
-                box = _Box(request["id"], pid, group, time.monotonic() + request["ttl_s"])
-                self._boxes[box.pidfd] = box
-                self._poll.register(box.pidfd, select.POLLIN)
-                if hold >= 0:
-                    box.oom_event, box.oom_wait_s = hold, request["oom_wait_s"]
-                    self._poll.register(hold, select.POLLIN)
-                self._tell({"event": "created", "id": box.id, "pid": pid}, (ours.fileno(),))
+                self._admit(request, fork(request, group, theirs), group, hold, ours)
         except OSError as error:
             if isinstance(error, ConnectionError):
                 raise
             if hold >= 0:
                 os.close(hold)
-            if not group.remove():
-                self._unremoved.append(group)
             refused = error.errno in (errno.EPERM, errno.ENOSPC, errno.EUSERS, errno.EINVAL, errno.EACCES)
-            text = f"{error}; {_USER_NAMESPACE_FIX}" if refused else str(error)
-            self._tell({"event": "refused", "id": request["id"], "error": text})
+            self._refuse(request["id"], group, f"{error}; {_USER_NAMESPACE_FIX}" if refused else str(error))
 
     def _fork(self, request: dict, group: limits.Group, agent_end: socket.socket) -> int:
         ours, theirs = socket.socketpair()
@@ -294,13 +421,17 @@ class Spawner:
     def _map_users(self, pid: int) -> None:
         """Gives the new user namespace its users, from outside, as the kernel demands."""
         if self._range_mode:
-            base = _FIRST_USER + _USERS * ((os.getpid() + self._made) % _RANGES)
-            users = groups = f"0 {base} {_USERS}"
+            users = groups = f"0 {self._next_users()} {_USERS}"
         else:
             users, groups = f"{rootfs.USER_ID} {os.geteuid()} 1", f"{rootfs.USER_ID} {os.getegid()} 1"
             _write(f"/proc/{pid}/setgroups", "deny")
         _write(f"/proc/{pid}/uid_map", users)
         _write(f"/proc/{pid}/gid_map", groups)
+
+    def _next_users(self) -> int:
+        """The first of the host's users that the next sandbox has."""
+        self._made += 1
+        return _FIRST_USER + _USERS * ((os.getpid() + self._made) % _RANGES)
 
     # In the new process
 
@@ -350,19 +481,18 @@ class Spawner:
     def _confine(self, request: dict, layer: int | None = None) -> None:
         os.setsid()
         os.umask(0o022)
-        prefix = self._python_prefix
-        python_fd, agent_fd = rootfs.open_handle(prefix), rootfs.open_handle(self._agent)
+        handles = self._host.open()
         if self._range_mode:
             os.setgroups([])
             os.setresgid(0, 0, 0)
             os.setresuid(0, 0, 0)
-        namespaces.set_hostname(request["id"])
+        namespaces.set_hostname(rootfs.HOSTNAME)
         files = None
         if layer is not None:
             files = rootfs.Layer(layer, True, request["build"])
         elif request["layer"] is not None:  # the files are this user's, as the sandbox is
             files = rootfs.Layer(os.open(request["layer"], os.O_PATH | os.O_DIRECTORY), False, request["build"])
-        rootfs.enter(request["id"], request["disk_bytes"], python_fd, prefix, files, agent_fd)
+        rootfs.enter(request["disk_bytes"], self._host, handles, files)
         namespaces.drop_bounding_set()
         if self._range_mode:
             os.setresgid(rootfs.USER_ID, rootfs.USER_ID, rootfs.USER_ID)

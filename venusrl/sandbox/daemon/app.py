@@ -1,8 +1,9 @@
 """The service: sandboxes of one node, over HTTP and web sockets.
 
-POST /sandboxes {template, lease_s}; GET /sandboxes; DELETE /sandboxes/ID?reason=; GET /health; for clients that are not
-ours also POST /sandboxes/ID/exec, GET and PUT /sandboxes/ID/files?path=, GET /sandboxes/ID/list?path=. Ours speaks
-frames (sandbox/wire.py) over the web socket /sandboxes/ID/agent, one a message.
+POST /sandboxes {template or snapshot, lease_s}; GET /sandboxes; DELETE /sandboxes/ID?reason=; GET /health;
+POST /sandboxes/ID/snapshot; POST /sandboxes/ID/fork {lease_s}; GET /snapshots; DELETE /snapshots/ID; for clients that
+are not ours also POST /sandboxes/ID/exec, GET and PUT /sandboxes/ID/files?path=, GET /sandboxes/ID/list?path=. Ours
+speaks frames (sandbox/wire.py) over the web socket /sandboxes/ID/agent, one a message.
 
 A sandbox whose last client has gone ends when its lease does. Bytes in JSON are base64.
 """
@@ -20,7 +21,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from venusrl.core.errors import ConfigError, SandboxCapacity, SandboxLost, SandboxUnsupported, VenusError
 from venusrl.sandbox.client import ProcessSandbox
-from venusrl.sandbox.contract import Template
+from venusrl.sandbox.codec import from_json, to_json
 from venusrl.sandbox.daemon.hub import Hub
 from venusrl.sandbox.pool import SandboxPool
 from venusrl.sandbox.wire import pack, unpack
@@ -29,23 +30,6 @@ _STATUS = {ConfigError: 400, SandboxLost: 410, SandboxUnsupported: 501, SandboxC
 _RETRY_S = 1
 _MAX_REASONS = 1000  # ends that are remembered
 _GONE = 4410  # code of a web socket that is closed since its sandbox is gone; the reason is why
-
-
-def to_json(template: Template) -> dict:
-    """The fields of a template as JSON has them."""
-    fields = {name: getattr(template, name) for name in template.__dataclass_fields__}
-    files = {path: base64.b64encode(data).decode() for path, data in template.files.items()}
-    return fields | {"files": files, "env": dict(template.env)}
-
-
-def from_json(fields: dict) -> Template:
-    """Raises ConfigError for what is no template."""
-    try:
-        files = {path: base64.b64decode(data, validate=True) for path, data in fields.get("files", {}).items()}
-        lists = {name: tuple(fields[name]) for name in ("lowers", "setup") if name in fields}
-        return Template(**{**fields, "files": files, **lists})
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"template: {error}; give the fields of venusrl.sandbox.Template") from None
 
 
 class _Held:
@@ -77,6 +61,10 @@ class Daemon:
                 Route("/sandboxes", self._create, methods=["POST"]),
                 Route("/sandboxes", self._list),
                 Route("/sandboxes/{id}", self._end, methods=["DELETE"]),
+                Route("/sandboxes/{id}/snapshot", self._snapshot, methods=["POST"]),
+                Route("/sandboxes/{id}/fork", self._fork, methods=["POST"]),
+                Route("/snapshots", self._snapshots),
+                Route("/snapshots/{id}", self._delete_snapshot, methods=["DELETE"]),
                 Route("/sandboxes/{id}/exec", self._exec, methods=["POST"]),
                 Route("/sandboxes/{id}/files", self._read),
                 Route("/sandboxes/{id}/files", self._write, methods=["PUT"]),
@@ -99,18 +87,38 @@ class Daemon:
 
     async def _create(self, request: Request) -> Response:
         body = await _json(request)
-        lease_s = body.get("lease_s", 60.0)
-        if not isinstance(lease_s, int | float) or not lease_s > 0:
-            raise ConfigError(f"lease_s={lease_s!r}: give a positive number of seconds")
+        lease_s = _lease(body)
+        if "snapshot" in body:
+            return self._hold(await self._pool.restore(str(body["snapshot"])), lease_s)
         template = from_json(body.get("template", {}))
         for lower in template.lowers:
             if not any(Path(lower).resolve().is_relative_to(folder) for folder in self._lowers):
                 raise ConfigError(f"Template.lowers: {lower!r} is below none of this node's --lowers; give it there")
-        sandbox = await self._pool.create(template)
+        return self._hold(await self._pool.create(template), lease_s)
+
+    async def _fork(self, request: Request) -> Response:
+        lease_s = _lease(await _json(request))
+        return self._hold(await self._pool.fork(self._get(request.path_params["id"]).sandbox), lease_s)
+
+    async def _snapshot(self, request: Request) -> Response:
+        return JSONResponse({"snapshot": await self._get(request.path_params["id"]).sandbox.snapshot()}, 201)
+
+    async def _snapshots(self, request: Request) -> Response:
+        rows = [
+            {"id": one.id, "template": to_json(one.template), "bytes": one.bytes, "created": one.created}
+            for one in await self._pool.snapshots()
+        ]
+        return JSONResponse({"snapshots": rows})
+
+    async def _delete_snapshot(self, request: Request) -> Response:
+        await self._pool.delete_snapshot(request.path_params["id"])
+        return Response(status_code=204)
+
+    def _hold(self, sandbox: ProcessSandbox, lease_s: float) -> Response:
         held = self._held[sandbox.id] = _Held(sandbox, lease_s)
         sandbox.when_lost(lambda reason: self._forget(sandbox.id, reason))
         self._begin_lease(held)
-        return JSONResponse({"id": sandbox.id}, 201)
+        return JSONResponse({"id": sandbox.id, "template": to_json(sandbox.template)}, 201)
 
     def _forget(self, sandbox_id: str, reason: str) -> None:
         held = self._held.pop(sandbox_id, None)
@@ -223,6 +231,13 @@ async def _json(request: Request) -> dict:
     if not isinstance(body, dict):
         raise ConfigError("the body is no JSON object")
     return body
+
+
+def _lease(body: dict) -> float:
+    lease_s = body.get("lease_s", 60.0)
+    if not isinstance(lease_s, int | float) or not lease_s > 0:
+        raise ConfigError(f"lease_s={lease_s!r}: give a positive number of seconds")
+    return lease_s
 
 
 def _path(request: Request) -> str:

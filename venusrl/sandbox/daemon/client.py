@@ -11,8 +11,8 @@ import websockets
 from venusrl.core import errors
 from venusrl.core.errors import SandboxError, SandboxLost
 from venusrl.sandbox.client import ProcessSandbox
+from venusrl.sandbox.codec import from_json, to_json
 from venusrl.sandbox.contract import Template
-from venusrl.sandbox.daemon.app import to_json
 from venusrl.sandbox.wire import pack, unpack
 
 _MESSAGE_BYTES = 1 << 30
@@ -81,6 +81,30 @@ class Node:
         made = await self._request("POST", "/sandboxes", json=body)
         return await self.connect(made.json()["id"], template)
 
+    async def snapshot(self, sandbox: ProcessSandbox) -> str:
+        """See Sandbox.snapshot; it is kept by the node."""
+        return (await self._request("POST", f"/sandboxes/{sandbox.id}/snapshot")).json()["snapshot"]
+
+    async def fork(self, sandbox: ProcessSandbox) -> ProcessSandbox:
+        """See Sandbox.fork."""
+        return await self._made("POST", f"/sandboxes/{sandbox.id}/fork", {})
+
+    async def restore(self, snapshot_id: str) -> ProcessSandbox:
+        """As SandboxPool.restore."""
+        return await self._made("POST", "/sandboxes", {"snapshot": snapshot_id})
+
+    async def _made(self, method: str, path: str, body: dict) -> ProcessSandbox:
+        made = (await self._request(method, path, json=body | {"lease_s": self._lease_s})).json()
+        return await self.connect(made["id"], from_json(made["template"]))
+
+    async def snapshots(self) -> list[dict]:
+        """Those that the node keeps, the oldest first."""
+        return (await self._request("GET", "/snapshots")).json()["snapshots"]
+
+    async def delete_snapshot(self, snapshot_id: str) -> None:
+        """SandboxError where there is none."""
+        await self._request("DELETE", f"/snapshots/{snapshot_id}")
+
     async def connect(self, sandbox_id: str, template: Template) -> ProcessSandbox:
         """A sandbox that exists; several may be connected to it.
 
@@ -117,7 +141,7 @@ class Node:
                     reader.feed_data(message)
                 else:
                     first, _ = unpack(message)
-                    sandbox = ProcessSandbox(sandbox_id, template, (reader, stream), self.end, first["first_id"])
+                    sandbox = ProcessSandbox(sandbox_id, template, (reader, stream), self, first["first_id"])
                     reader.feed_data(pack({"ready": True}) + pack({"paused": first["paused"]}))
                     sending = asyncio.create_task(self._send(socket, stream))
                     if not begun.done():

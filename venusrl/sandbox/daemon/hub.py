@@ -19,14 +19,14 @@ class Hub:
         self._clients: dict[int, Send] = {}
         self._interested: dict[int, list[int]] = {}  # clients of a command by its number; the last one follows it
         self._watches: dict[int, int] = {}
-        self._last = 0
         sandbox.foreign = self._tell
 
     def attach(self, send: Send) -> int:
         """A new client; the first id of its range."""
-        self._last += 1
-        self._clients[self._last] = send
-        return self._last * RANGE
+        client = self._sandbox.ranges
+        self._sandbox.ranges += 1
+        self._clients[client] = send
+        return client * RANGE
 
     def detach(self, first_id: int) -> None:
         """The client is gone. What it has started goes on, and is not held up by what it no longer takes."""

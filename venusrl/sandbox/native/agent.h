@@ -198,6 +198,6 @@ void open_watches(void (*tell)(int64_t watch, const char *events));
 /* berth.c: how the agent lets go of everything outside, and is found again; see venusrl/sandbox/berth.py */
 
 int open_berth(char *name_hex, size_t room);
-int wait_at_berth(int listener, int fds[2], int *count); /* the new socket */
+int wait_at_berth(int listener, char *greeting, int fds[2], int *count); /* the new socket */
 
 #endif

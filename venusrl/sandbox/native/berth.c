@@ -22,12 +22,12 @@ int open_berth(char *name_hex, size_t room) {
     return listener;
 }
 
-static int receive_fds(int socket, int fds[2], int *count) {
-    char greeting, control[CMSG_SPACE(2 * sizeof(int))];
-    struct iovec part = {&greeting, 1};
+static int receive_fds(int socket, char *greeting, int fds[2], int *count) {
+    char control[CMSG_SPACE(2 * sizeof(int))];
+    struct iovec part = {greeting, 1};
     struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = control,
                              .msg_controllen = sizeof control};
-    if (recvmsg(socket, &message, MSG_CMSG_CLOEXEC) != 1 || greeting != '1') return -EPROTO;
+    if (recvmsg(socket, &message, MSG_CMSG_CLOEXEC) != 1) return -EPROTO;
     struct cmsghdr *rights = CMSG_FIRSTHDR(&message);
     if (!rights || rights->cmsg_type != SCM_RIGHTS) return -EPROTO;
     *count = (int)((rights->cmsg_len - CMSG_LEN(0)) / sizeof(int));
@@ -35,7 +35,7 @@ static int receive_fds(int socket, int fds[2], int *count) {
     return 0;
 }
 
-int wait_at_berth(int listener, int fds[2], int *count) {
+int wait_at_berth(int listener, char *greeting, int fds[2], int *count) {
     for (;;) {
         int connection = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
         if (connection < 0 && errno == EINTR) continue;
@@ -43,7 +43,7 @@ int wait_at_berth(int listener, int fds[2], int *count) {
         struct ucred peer = {.pid = -1};
         socklen_t size = sizeof peer;
         bool is_outside = !getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &peer, &size) && peer.pid == 0;
-        if (is_outside && !receive_fds(connection, fds, count)) {
+        if (is_outside && !receive_fds(connection, greeting, fds, count)) {
             close(listener);
             return connection;
         }

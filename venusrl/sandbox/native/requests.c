@@ -88,10 +88,13 @@ static int park(int64_t request) {
     close_watches();
     prctl(PR_SET_DUMPABLE, 1, 0, 0, 0); /* what saves it is of another user */
     int fds[2] = {-1, -1}, count;
-    here.control = wait_at_berth(listener, fds, &count);
+    char greeting;
+    here.control = wait_at_berth(listener, &greeting, fds, &count);
     prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);
     here.life = fds[0];
     here.oom = count > 1 ? fds[1] : -1;
+    for (struct job *job = here.jobs; job && greeting == '2'; job = job->next)
+        job->attached = false; /* the new owner knows nothing of it, and can connect to it */
     say("{\"ready\":true}");
     open_watches(tell_events);
     return 0;

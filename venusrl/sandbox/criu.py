@@ -1,0 +1,102 @@
+"""CRIU, which saves and restores process trees: where it is, and the commands to run.
+
+Version 4.1 or newer (Debian 12 has 3.17, which cannot save anything on today's kernels); `launchers.install_criu` puts
+one into a folder of the user's, where it is found unless the search path has one that will do.
+"""
+
+import functools
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from venusrl.sandbox.compiler import default_folder
+
+LEAST = (4, 1)
+PROGRAM = "criu/criu"  # below the folder of programs
+# What CRIU itself makes in the sandbox; every other mount is put there from outside.
+_ITS_OWN = ("/", "/proc", "/dev/pts")
+_COMMON = ("--manage-cgroups=ignore", "--file-locks", "--tcp-established", "--empty-ns", "net", "-v2")
+_ESCAPE = re.compile(r"\\([0-7]{3})")
+
+
+@functools.cache
+def find() -> tuple[str | None, str]:
+    """(its path or None, why there is none that will do)."""
+    why = "CRIU is not installed: python -m launchers.install_criu"
+    for path in filter(None, (shutil.which("criu"), str(default_folder() / PROGRAM))):
+        if Path(path).exists():
+            version = _version(path)
+            if version >= LEAST:
+                return path, ""
+            why = f"{path} is version {'.'.join(map(str, version))}, older than 4.1: python -m launchers.install_criu"
+    return None, why
+
+
+def _version(path: str) -> tuple[int, ...]:
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    found = re.search(r"Version: (\d+)\.(\d+)", said)
+    return tuple(map(int, found.groups())) if found else ()
+
+
+def mounts(pid: int) -> list[str]:
+    """Places of the mounts of process `pid` that come from outside, as it sees them."""
+    with open(f"/proc/{pid}/mountinfo") as f:
+        places = [_ESCAPE.sub(lambda code: chr(int(code[1], 8)), line.split()[4]) for line in f]
+    return [place for place in places if place not in _ITS_OWN]
+
+
+def dump_command(criu: str, pid: int, folder: str, places: list[str], ghost_bytes: int) -> list[str]:
+    """Saves the tree of process `pid`, which goes on."""
+    command = [criu, "dump", "-t", str(pid), "-D", folder, "-o", "dump.log", "--leave-running"]
+    command += ["--network-lock", "skip", "--ghost-limit", str(ghost_bytes), *_COMMON]
+    for number, place in enumerate(places):
+        command += ["--external", f"mnt[{place}]:m{number}"]
+    return command
+
+
+def restore_command(criu: str, folder: str, root: str, parts: list[str]) -> list[str]:
+    """Restores it as a child of the parent of whoever runs this; its pid will be in the file `pid`.
+
+    Args:
+      parts: of `places`, what belongs there.
+    """
+    command = [criu, "restore", "-D", folder, "-o", "restore.log", "--root", root]
+    command += ["--restore-detached", "--restore-sibling", "--pidfile", "pid", *_COMMON]
+    for number, part in enumerate(parts):
+        command += ["--external", f"mnt[m{number}]:{part}"]
+    return command
+
+
+def complaint(log: str) -> str:
+    """The errors of a log, as far as they say something."""
+    with open(log, errors="replace") as f:
+        lines = [line.split("Error", 1)[1].strip() for line in f if "Error" in line]
+    lines = [line.split(": ", 1)[-1] for line in lines if "RLIMIT_NOFILE" not in line and "FAILED" not in line]
+    return "; ".join(lines[:3])[:500] or "it does not say why"
+
+
+def move_users(folder: str, old: int, new: int) -> None:
+    """In an image of a tree, other users of the host for those of its user namespace, which begin at `old`.
+
+    Both are numbers of five bytes, as every one from 2^28 to 2^35, so that nothing else moves.
+
+    Raises:
+      ValueError: the image does not name the old ones twice, once for users and once for groups.
+    """
+    [path] = Path(folder).glob("userns-*.img")
+    data = path.read_bytes()
+    if data.count(_varint(old)) != 2:
+        raise ValueError(f"{path.name} is no user namespace that begins at {old}")
+    path.write_bytes(data.replace(_varint(old), _varint(new)))
+
+
+def _varint(number: int) -> bytes:
+    parts = []
+    while number > 0x7F:
+        parts.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*parts, number])

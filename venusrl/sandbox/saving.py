@@ -1,0 +1,151 @@
+"""Saving and restoring a process sandbox: what a helper of the spawner does, a fork of it that ends afterwards.
+
+A saved sandbox is a folder: CRIU's images of its processes, and `files.tar`, what it wrote. The helper leaves what went
+wrong in the file `error`.
+"""
+
+import errno
+import json
+import os
+
+from venusrl.sandbox import criu, namespaces, rootfs
+
+FILES = "files.tar"
+PLACES = "mounts.json"
+ERROR = "error"
+PID = "pid"
+_PLACE = "/run/venusrl"  # others may pass, as the sandbox's users must
+_ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+_TAR = ("tar", "--warning=no-file-ignored", "--xattrs", "--xattrs-include=user.*", "--sparse", "--numeric-owner")
+
+
+def helper(work) -> int:
+    """Runs `work` in a fork, whose pid is returned; it ends with this process."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        namespaces.die_with_parent()
+        work()
+        os._exit(0)
+    finally:
+        os._exit(1)  # a fork must not go back into the spawner's loop
+
+
+def save(request: dict, pid: int) -> None:
+    """In a helper: saves the sandbox whose agent, process `pid`, has parked."""
+    folder = request["folder"]
+    with _reported(folder):
+        places = criu.mounts(pid)
+        command = criu.dump_command(request["criu"], pid, folder, places, request["ghost_bytes"])
+        if _run(command) != 0:
+            raise OSError(errno.EIO, criu.complaint(f"{folder}/dump.log"))
+        # Of a workspace that is an overlay, what lies over the layer.
+        disk = f"/proc/{pid}/root{rootfs.DISK}"
+        names = ["tmp", "shm", "upper" if os.path.isdir(f"{disk}/upper") else "workspace"]
+        if _run([*_TAR, "-C", disk, "--one-file-system", "-cf", f"{folder}/{FILES}", *names]) != 0:
+            raise OSError(errno.EIO, "its files could not be read")
+        with open(f"{folder}/{PLACES}", "w") as f:
+            json.dump(places, f)
+
+
+def restore(request: dict, host: rootfs.Host, base: int) -> None:
+    """In a helper, which CRIU takes the place of: restores a sandbox, to wait for its owner where it did.
+
+    Args:
+      base: first user of the host that is the sandbox's.
+    """
+    folder = request["folder"]
+    with _reported(folder):
+        with open(f"{folder}/{PLACES}") as f:
+            places = json.load(f)
+        os.makedirs(_PLACE, exist_ok=True)
+        namespaces.unshare(namespaces.CLONE_NEWNS)
+        namespaces.mount("none", "/", None, namespaces.MS_REC | namespaces.MS_PRIVATE)
+        layer = None
+        if request["layer"] is not None:
+            layer = rootfs.Layer(namespaces.mapped_mount(request["layer"], _users(base), False), True, False)
+        parts = rootfs.assemble(_PLACE, request["disk_bytes"], base, host, layer, places)
+        files = os.open(f"{folder}/{FILES}", os.O_RDONLY)
+        if _run([*_TAR, "-C", _PLACE, "-x", "--no-same-owner", "-p"], files, base + rootfs.USER_ID) != 0:
+            raise OSError(errno.EIO, "its files could not be written")
+        criu.move_users(folder, request["base"], base)
+        command = criu.restore_command(request["criu"], folder, f"{_PLACE}/root", [parts[place] for place in places])
+        os.execve(command[0], command, _ENVIRONMENT)
+
+
+def _users(base: int) -> int:
+    """A user namespace of nobody's with the users of the sandbox."""
+    told, tell = os.pipe()
+    done, finish = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            namespaces.unshare(namespaces.CLONE_NEWUSER)
+            os.write(tell, b"1")
+            os.close(finish)
+            os.read(done, 1)
+        finally:
+            os._exit(0)
+    os.close(done)
+    os.close(tell)
+    os.read(told, 1)
+    for kind in ("uid_map", "gid_map"):
+        with open(f"/proc/{pid}/{kind}", "w") as f:
+            f.write(f"0 {base} {namespaces.USERS}")
+    users = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+    os.close(finish)
+    os.waitpid(pid, 0)
+    return users
+
+
+class _reported:
+    """Leaves the error of what it encloses in the folder."""
+
+    def __init__(self, folder: str):
+        self._folder = folder
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind, error, trace) -> None:
+        if error is not None:
+            with open(f"{self._folder}/{ERROR}", "w") as f:
+                f.write(str(error) if isinstance(error, OSError | ValueError) else repr(error))
+
+
+def error_of(folder: str) -> str:
+    """What a helper left, or CRIU in its place."""
+    try:
+        with open(f"{folder}/{ERROR}") as f:
+            return f.read() or "it does not say why"
+    except FileNotFoundError:
+        pass
+    try:
+        return criu.complaint(f"{folder}/restore.log")
+    except FileNotFoundError:
+        return "the process that did it was killed"
+
+
+def pid_of(folder: str) -> int:
+    """Of the first process of what was restored."""
+    with open(f"{folder}/{PID}") as f:
+        return int(f.read())
+
+
+def _run(command: list[str], stdin: int = 0, user: int | None = None) -> int:
+    """Its exit code, as another user where one is given."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            namespaces.die_with_parent()
+            os.dup2(stdin, 0)
+            if user is not None:
+                os.setgroups([])
+                os.setresgid(user, user, user)
+                os.setresuid(user, user, user)
+                os.umask(0)
+            os.execvpe(command[0], command, _ENVIRONMENT)
+        finally:
+            os._exit(127)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

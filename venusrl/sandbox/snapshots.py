@@ -1,0 +1,191 @@
+"""Saved sandboxes on disk: images of processes, files, and a manifest that says what they are and that they are whole.
+
+STORE/ID/manifest.json, beside the images. What is being written is called .ID until it is whole; a process that dies
+meanwhile leaves a folder that the next one removes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import re
+import secrets
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from venusrl.core.errors import SandboxError, VenusError
+from venusrl.sandbox.codec import from_json, to_json
+from venusrl.sandbox.contract import Template
+
+_FORMAT = 1
+_ID = re.compile(r"[0-9a-f]{16}")
+_LOGS = ("dump.log", "restore.log", "error", "stats-dump")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Attributes:
+    id: of the snapshot, the name of its folder.
+    template: of the sandbox.
+    agent: version of the agent's program that it has mapped.
+    machine: kind of processor.
+    base: first user of the host that was the sandbox's.
+    berth: where its agent waits.
+    ranges: of request ids that its owners have had; the next one's is another.
+    layer, layer_digest: key of the template's layer, and what is in it; empty where it has none.
+    files: [bytes, sha256] by name.
+    created: seconds since 1970.
+    """
+
+    id: str
+    template: Template
+    agent: str
+    machine: str
+    base: int
+    berth: str
+    ranges: int
+    layer: str = ""
+    layer_digest: str = ""
+    files: dict[str, tuple[int, str]] = field(default_factory=dict)
+    created: float = 0.0
+
+    @property
+    def bytes(self) -> int:
+        """Of all its files."""
+        return sum(size for size, _ in self.files.values())
+
+
+def default_folder() -> Path:
+    """Where snapshots are kept: `$XDG_STATE_HOME/venusrl/snapshots`, below ~/.local/state else."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "venusrl/snapshots"
+
+
+class SnapshotStore:
+    """Snapshots in one folder, which processes may share."""
+
+    def __init__(self, folder: str | os.PathLike):
+        self.folder = Path(folder)
+        self._locks: dict[Path, int] = {}
+
+    def stage(self) -> Path:
+        """An empty folder for one that is to come."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._sweep()
+        return self._hold(Path(tempfile.mkdtemp(prefix=".", dir=self.folder)))
+
+    def finish(self, staged: Path, snapshot: Snapshot) -> Snapshot:
+        """What was staged becomes the snapshot, which is returned with its files."""
+        for name in _LOGS:
+            (staged / name).unlink(missing_ok=True)
+        files = {path.name: _digest(path) for path in sorted(staged.iterdir())}
+        snapshot = Snapshot(**{**vars(snapshot), "files": files, "created": time.time()})
+        self.write_manifest(staged, snapshot)
+        os.rename(staged, self.folder / snapshot.id)
+        os.close(self._locks.pop(staged))
+        return snapshot
+
+    def write_manifest(self, folder: Path, snapshot: Snapshot) -> None:
+        record = vars(snapshot) | {"template": to_json(snapshot.template), "format": _FORMAT}
+        (folder / "manifest.json").write_text(json.dumps(record, indent=1))
+
+    def discard(self, staged: Path) -> None:
+        """Removes what was staged or checked out."""
+        shutil.rmtree(staged, ignore_errors=True)
+        os.close(self._locks.pop(staged))
+
+    def open(self, snapshot_id: str) -> Snapshot:
+        """Raises SandboxError where there is none, or its manifest is damaged."""
+        if not _ID.fullmatch(snapshot_id) or not (self.folder / snapshot_id).is_dir():
+            raise SandboxError(f"no snapshot {snapshot_id!r} in {self.folder}; SandboxPool.snapshots lists them")
+        return read_manifest(self.folder / snapshot_id)
+
+    def check_out(self, snapshot: Snapshot) -> Path:
+        """A folder with its files, to restore it from, and to be discarded.
+
+        Raises:
+          SandboxError: a file is not what was saved; nothing has started yet.
+        """
+        source = self.folder / snapshot.id
+        verify(source, snapshot)
+        folder = self._hold(Path(tempfile.mkdtemp(prefix=".", dir=self.folder)))
+        folder.chmod(0o711)  # the sandbox's users open images in it; nobody else comes past the store's folder
+        for name in snapshot.files:
+            if name.startswith("userns-"):  # the restoring changes it
+                shutil.copyfile(source / name, folder / name)
+            else:
+                os.link(source / name, folder / name)
+        return folder
+
+    def list(self) -> list[Snapshot]:
+        """Those that are whole, the oldest first."""
+        folders = self.folder.iterdir() if self.folder.is_dir() else ()
+        found = [read_manifest(folder) for folder in folders if _ID.fullmatch(folder.name)]
+        return sorted(found, key=lambda snapshot: snapshot.created)
+
+    def delete(self, snapshot_id: str) -> None:
+        """What is being restored from it goes on."""
+        self.open(snapshot_id)
+        shutil.rmtree(self.folder / snapshot_id)
+
+    def _hold(self, folder: Path) -> Path:
+        self._locks[folder] = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(self._locks[folder], fcntl.LOCK_EX)
+        return folder
+
+    def _sweep(self) -> None:
+        """Removes what processes that are gone have left."""
+        for folder in self.folder.glob(".*"):
+            try:
+                lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            except BlockingIOError:
+                continue
+            finally:
+                os.close(lock)
+
+
+def new_id() -> str:
+    return secrets.token_hex(8)
+
+
+def machine() -> str:
+    return platform.machine()
+
+
+def read_manifest(folder: Path) -> Snapshot:
+    """Raises SandboxError where it is damaged."""
+    try:
+        record = json.loads((folder / "manifest.json").read_text())
+        if record.pop("format", None) != _FORMAT:
+            raise ValueError(f"its format is not {_FORMAT}")
+        files = {str(name): (int(size), str(digest)) for name, (size, digest) in record["files"].items()}
+        if any("/" in name or name.startswith(".") for name in files):
+            raise ValueError("a file of it is elsewhere")
+        return Snapshot(**{**record, "files": files, "template": from_json(record["template"])})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, VenusError) as error:
+        raise SandboxError(f"snapshot {folder.name} is damaged: manifest.json: {error}; delete it") from None
+
+
+def verify(folder: Path, snapshot: Snapshot) -> None:
+    """Raises SandboxError unless every file is as it was saved."""
+    for name, (size, digest) in snapshot.files.items():
+        try:
+            if (folder / name).stat().st_size != size or _digest(folder / name)[1] != digest:
+                raise SandboxError(f"snapshot {snapshot.id} is damaged: {name} is not what was saved; delete it")
+        except FileNotFoundError:
+            raise SandboxError(f"snapshot {snapshot.id} is damaged: {name} is missing; delete it") from None
+
+
+def _digest(path: Path) -> tuple[int, str]:
+    with open(path, "rb") as f:
+        return os.fstat(f.fileno()).st_size, hashlib.file_digest(f, "sha256").hexdigest()
