@@ -14,6 +14,7 @@ has gone ends when its lease does.
 
 import asyncio
 import json
+import logging as std_logging
 import sys
 
 from absl import app, flags, logging
@@ -46,6 +47,7 @@ async def serve() -> None:
 
 def main(argv) -> None:
     del argv
+    std_logging.getLogger("httpx").setLevel(std_logging.WARNING)  # a line for each request otherwise
     try:
         if _CHECK.value:
             report = host_report()

@@ -13,9 +13,14 @@ from venusrl.sandbox.daemon.client import Node
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def start_daemon(*flags: str) -> tuple[subprocess.Popen, str]:
-    """A daemon that answers, and its address."""
-    command = [sys.executable, "-m", "launchers.sandboxd", "--port=0", *flags]
+def start_daemon(*flags: str, before: str = "") -> tuple[subprocess.Popen, str]:
+    """A daemon that answers, and its address. `before` is code that it runs first."""
+    command = [
+        sys.executable,
+        "-c",
+        f"{before}\nfrom absl import app\nfrom launchers import sandboxd\napp.run(sandboxd.main)",
+    ]
+    command += ["--port=0", *flags]
     daemon = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     return daemon, daemon.stdout.readline().split()[-1]
 

@@ -39,6 +39,9 @@ class Keeper(Protocol):
     async def fork(self, sandbox: ProcessSandbox) -> ProcessSandbox:
         """See Sandbox.fork."""
 
+    async def migrate(self, sandbox: ProcessSandbox, node: str) -> None:
+        """See Sandbox.migrate."""
+
 
 class ProcessSandbox:
     """A sandbox of the process backend; made by SandboxPool.create.
@@ -254,6 +257,38 @@ class ProcessSandbox:
         self._check_alive()
         return answer["berth"]
 
+    def rehome(self, keeper: Keeper, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> None:
+        """It is elsewhere now, and goes on."""
+        self._keeper = keeper
+        self.unpark(streams)
+
+    def rekeep(self, keeper: Keeper) -> None:
+        """It is elsewhere now, with the same streams."""
+        self._keeper = keeper
+
+    @property
+    def is_parked(self) -> bool:
+        """It stands still, and its agent is nobody's."""
+        return self._parked is not None
+
+    def interests(self, others: dict) -> dict:
+        """Who is told of what (see daemon/hub.py), this client among them."""
+        mine = [self._range]
+        jobs = {job: [*others.get("jobs", {}).get(job, []), *mine] for job in self._processes}
+        watches = others.get("watches", {}) | dict.fromkeys(self._watches, self._range)
+        clients = [*others.get("clients", []), *mine]
+        return {"jobs": others.get("jobs", {}) | jobs, "watches": watches, "clients": clients}
+
+    @property
+    def first_id(self) -> int:
+        """Of this client's range."""
+        return self._range * RANGE
+
+    @property
+    def waits(self) -> bool:
+        """A request of this client has not been answered."""
+        return bool(self._waiting)
+
     def unpark(self, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> None:
         """The agent again, still paused."""
         if self._lost is not None:
@@ -266,9 +301,9 @@ class ProcessSandbox:
         self._receiver = self._loop.create_task(self._receive())
 
     async def migrate(self, node: str) -> None:
-        """Always SandboxUnsupported."""
+        """See Sandbox.migrate."""
         self._check_alive()
-        raise SandboxUnsupported(f"{self.id}: the process backend cannot migrate to {node}; create a new one there")
+        await self._keeper.migrate(self, node)
 
     async def kill(self, reason: str = "killed") -> None:
         """See Sandbox.kill."""

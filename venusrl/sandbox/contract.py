@@ -317,7 +317,13 @@ class Sandbox(Protocol):
         `processes`, and can be connected to."""
 
     async def migrate(self, node: str) -> None:
-        """Moves the sandbox to another node, or raises SandboxUnsupported."""
+        """Moves it to another node, given by its daemon's address, where it goes on; for its users nothing changes, but
+        that it stands still for a moment. It is never in two places, whoever fails meanwhile.
+
+        Raises:
+          SandboxUnsupported: the host or the backend cannot; the message says what would make it work.
+          SandboxError: the node is not there, has no place, or lacks what the sandbox needs; it goes on where it is.
+        """
 
     async def kill(self, reason: str = "killed") -> None:
         """Ends the sandbox; when it returns, none of its processes exists. Idempotent."""

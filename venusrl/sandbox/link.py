@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -47,7 +46,7 @@ class SpawnerLink:
         self._asked_count = 0
         self._loop = asyncio.get_running_loop()
         self._hello: asyncio.Future[dict] = self._loop.create_future()
-        self._creating: dict[str, tuple[str, asyncio.Future[socket.socket]]] = {}
+        self._creating: dict[str, tuple[str, asyncio.Future[socket.socket | None]]] = {}
         self._ending: dict[str, asyncio.Event] = {}
         self._sending, self._closing = asyncio.Lock(), asyncio.Lock()
         self._collected = False
@@ -102,14 +101,14 @@ class SpawnerLink:
         link.report = link._hello.result()
         return link
 
-    async def create(self, sandbox_id: str, request: dict, op: str = "create") -> socket.socket:
-        """The agent's socket of a sandbox that is new, or restored (op "restore").
+    async def create(self, sandbox_id: str, request: dict, op: str = "create") -> socket.socket | None:
+        """The agent's socket of a sandbox that is new, or restored (op "restore"); None where its agent is to wait.
 
         Raises:
           SandboxUnsupported: the host refuses.
           SandboxError: the spawner died, or the sandbox cannot be restored.
         """
-        future: asyncio.Future[socket.socket] = self._loop.create_future()
+        future: asyncio.Future[socket.socket | None] = self._loop.create_future()
         self._creating[sandbox_id] = (op, future)
         self._ending[sandbox_id] = asyncio.Event()
         try:
@@ -232,10 +231,7 @@ class SpawnerLink:
 
     def _answer(self, message: dict, fds: list[int]) -> None:
         what, future = self._asking.pop(message["request"])
-        agent = None
-        if fds:
-            agent = socket.socket(fileno=fds[0])
-            agent.setblocking(False)
+        agent = _socket(fds)
         if future.done():
             if agent is not None:
                 agent.close()
@@ -256,12 +252,11 @@ class SpawnerLink:
                 )
             return
         self.agent_pids[sandbox_id] = message["pid"]
-        if future.done():
-            os.close(fds[0])  # the caller was cancelled; the closed socket ends the agent
-        else:
-            agent = socket.socket(fileno=fds[0])
-            agent.setblocking(False)
+        agent = _socket(fds)
+        if not future.done():
             future.set_result(agent)
+        elif agent is not None:
+            agent.close()  # the caller was cancelled; the closed socket ends the agent
 
     def _forget(self, sandbox_id: str, reason: str) -> None:
         self.agent_pids.pop(sandbox_id, None)
@@ -296,3 +291,12 @@ class SpawnerLink:
         # Collects it, and what it could not end: a sandbox that was being restored.
         self._tasks.add(task := self._loop.create_task(self.close()))
         task.add_done_callback(self._tasks.discard)
+
+
+def _socket(fds: list[int]) -> socket.socket | None:
+    """What came with a message."""
+    if not fds:
+        return None
+    agent = socket.socket(fileno=fds[0])
+    agent.setblocking(False)
+    return agent

@@ -1,253 +1,44 @@
-"""SandboxPool: the sandboxes of one owner on this host, and the lease that ends them with it."""
+"""SandboxPool: the sandboxes of one owner on this host, made, saved, and moved to other nodes."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-import resource
-import sys
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
-from venusrl.core.errors import ConfigError, SandboxCapacity, SandboxError, SandboxLost, SandboxUnsupported
-from venusrl.sandbox.accounting import History, Usage
-from venusrl.sandbox.client import RANGE, ProcessSandbox
-from venusrl.sandbox.compiler import agent_program
+from venusrl.core.errors import SandboxError, SandboxLost, SandboxUnsupported
+from venusrl.sandbox.client import ProcessSandbox
 from venusrl.sandbox.compiler import key as agent_key
-from venusrl.sandbox.contract import MIB, WORKSPACE, Template
 from venusrl.sandbox.criu import find as find_criu
-from venusrl.sandbox.gate import Gate
-from venusrl.sandbox.layers import Layer, LayerStore, count, default_folder
-from venusrl.sandbox.link import SpawnerLink
-from venusrl.sandbox.rootfs import PYTHON_HOME
-from venusrl.sandbox.shelf import Shelf
-from venusrl.sandbox.snapshots import Snapshot, SnapshotStore, machine, new_id
-from venusrl.sandbox.snapshots import default_folder as default_snapshots
-from venusrl.sandbox.wire import read_frame
+from venusrl.sandbox.layers import Layer
+from venusrl.sandbox.making import Making, PoolStats, Restored
+from venusrl.sandbox.snapshots import Snapshot, SnapshotStore, default_folder, machine, new_id
 
-LINGER_S = 60.0  # that a layer without sandboxes stays in memory
-_SIZE_S = 0.5  # between looks at the size of what is built
-HISTORY_S = 60.0  # of memory that is remembered of a sandbox
-HOLDER = "layer-"  # beginning of the id of a process that holds a layer
-_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+__all__ = ["PoolStats", "SandboxPool"]
+
+MOVED = "moved"
 
 
-def _holder(layer: Layer) -> str:
-    return f"{HOLDER}{layer.manifest.key[:12]}"
-
-
-@dataclass(frozen=True)
-class _Restored:
-    """What a sandbox is restored from: a snapshot, checked out in a folder, by the CRIU at a path."""
-
-    snapshot: Snapshot
-    folder: str
-    criu: str
-    adopt: bool = True
-
-    def request(self) -> dict:
-        fields = {"base": self.snapshot.base, "berth": self.snapshot.berth, "adopt": self.adopt}
-        return {"folder": self.folder, "criu": self.criu, **fields}
-
-
-@dataclass(frozen=True)
-class PoolStats:
-    """A pool's state: sandboxes alive, callers waiting, sandboxes created, ends by reason, spawners started."""
-
-    alive: int
-    waiting: int
-    created: int
-    ended: dict[str, int] = field(default_factory=dict)
-    spawners: int = 0
-
-
-class SandboxPool:
+class SandboxPool(Making):
     """Makes process sandboxes, at most `max_sandboxes` at once. Belongs to one event loop; use `async with`.
 
     Args:
-      max_sandboxes: sandboxes alive at once; further create calls wait in order of arrival.
-      wait_s: seconds a create call waits for a place before SandboxCapacity.
-      python_prefix: directory of the interpreter that `python3` is inside; by default the owner's. One below /usr
-        is there anyway and needs no bind.
-      templates: folder of built templates, which pools may share; by default one of this user's.
       snapshots: folder of saved sandboxes, which pools may share; by default one of this user's.
-      agent: "native", the program that is compiled from sandbox/native; "python"; or "auto", native where that works.
-      on_pressure: called with a sandbox that stands still for want of memory (Template.oom="hold"); see resize.
+      options: see Making.
     """
 
-    def __init__(
-        self,
-        *,
-        max_sandboxes: int,
-        wait_s: float = 60.0,
-        python_prefix: str = sys.base_prefix,
-        templates: str | os.PathLike | None = None,
-        snapshots: str | os.PathLike | None = None,
-        agent: str = "auto",
-        on_pressure: Callable[[ProcessSandbox], None] = lambda sandbox: None,
-    ):
-        if max_sandboxes < 1:
-            raise ConfigError(f"SandboxPool.max_sandboxes={max_sandboxes}: give at least 1")
-        if not wait_s >= 0:
-            raise ConfigError(f"SandboxPool.wait_s={wait_s}: give seconds, 0 or more")
-        if agent not in ("auto", "native", "python"):
-            raise ConfigError(f"SandboxPool.agent={agent!r}: give 'auto', 'native' or 'python'")
-        self._wait_s = wait_s
-        self._agent = agent
-        self._gate = Gate(max_sandboxes)
-        prefix = str(Path(python_prefix).resolve())
-        self._python_prefix = None if prefix == "/usr" or prefix.startswith("/usr/") else prefix
-        self._python_bin = f"{prefix if self._python_prefix is None else PYTHON_HOME}/bin"
-        self._shelf = Shelf(LayerStore(default_folder() if templates is None else templates), self._build)
-        self._snapshots = SnapshotStore(default_snapshots() if snapshots is None else snapshots)
-        self._saving: dict[str, asyncio.Lock] = {}
-        self._holders: dict[str, asyncio.StreamWriter] = {}
-        self._hold_lock = asyncio.Lock()
-        self._layers: dict[str, Layer] = {}
-        self._pids: dict[str, int] = {}
-        self._uses: Counter[str] = Counter()  # sandboxes by the layer that they have
-        self._shared: dict[str, int] = {}
-        self._histories: dict[str, History] = {}
-        self._link: SpawnerLink | None = None
-        self._link_lock = asyncio.Lock()
-        self._on_pressure = on_pressure
-        self._alive: dict[str, ProcessSandbox | None] = {}
-        self._created = 0
-        self._spawners = 0
-        self._ended: Counter[str] = Counter()
-        self._closed = False
+    def __init__(self, *, snapshots: str | os.PathLike | None = None, **options):
+        super().__init__(**options)
+        self._snapshots = SnapshotStore(default_folder() if snapshots is None else snapshots)
+        self._moving: dict[str, asyncio.Task] = {}
+        self._locks: dict[str, asyncio.Lock] = {}  # of those that are saved or moved, or have been
 
-    async def __aenter__(self) -> SandboxPool:
-        await self._spawner()
-        return self
-
-    async def __aexit__(self, *exc_info) -> None:
-        await self.close()
-
-    @property
-    def alive(self) -> int:
-        """Sandboxes that exist or are being made or ended."""
-        return len(self._alive)
-
-    @property
-    def host(self) -> dict:
-        """What the present spawner found: mode, cgroups, seccomp (see SpawnerLink.report)."""
-        return {} if self._link is None else dict(self._link.report)
-
-    @property
-    def spawner_pid(self) -> int | None:
-        """Process id of the present spawner."""
-        return None if self._link is None else self._link.process_id
-
-    def stats(self) -> PoolStats:
-        """Counts since the pool was made."""
-        return PoolStats(self.alive, self._gate.waiting, self._created, dict(self._ended), self._spawners)
-
-    async def create(self, template: Template) -> ProcessSandbox:
-        """A new sandbox with the template's files in place, which are built first where they are not.
-
-        Raises:
-          SandboxCapacity: no place within wait_s.
-          SandboxUnsupported: the host cannot make sandboxes; the message names the settings.
-          SandboxError: a command of the set-up fails, what was built is damaged, the pool is closed, or the spawner
-            died during the call (the next call starts another).
-          OSError: a file of the template does not fit on its disk.
-        """
-        if self._closed:
-            raise SandboxError("the pool is closed")
-        if not template.is_built:
-            return await self._create(template, None)
-        return await self._create_on(await self._shelf.layer(template), template)
-
-    async def _create_on(self, layer: Layer, template: Template, restored: _Restored | None = None) -> ProcessSandbox:
-        """One whose files begin with those of the layer."""
-        tree = str(layer.tree)
-        self._uses[tree] += 1
-        try:
-            await self._hold(layer)
-            sandbox = await self._create(template, layer, restored=restored)
-        except BaseException:
-            self._leave(layer)
-            raise
-        sandbox.when_lost(lambda reason: self._leave(layer))
-        return sandbox
-
-    def _leave(self, layer: Layer) -> None:
-        """One sandbox of the layer fewer; after a while without any, its pages and its files may go."""
-        tree = str(layer.tree)
-        self._uses[tree] -= 1
-        if not self._uses[tree] and not self._closed:
-            asyncio.get_running_loop().call_later(LINGER_S, self._release, layer)
-
-    def _release(self, layer: Layer) -> None:
-        tree = str(layer.tree)
-        if not self._uses[tree] and not self._closed:
-            del self._uses[tree]
-            self._shelf.release(layer)
-            holder = self._holders.pop(_holder(layer), None)
-            if holder is not None:
-                holder.close()
-
-    async def usage(self) -> dict[str, Usage]:
-        """Memory of every sandbox, by id; empty where no cgroup counts it. Cheap enough to be asked every second.
-
-        Raises:
-          SandboxError: the spawner died meanwhile.
-        """
-        if self._link is None or self._link.closed.is_set():
-            return {}
-        charged = await self._link.usage()
-        now = asyncio.get_running_loop().time()
-        found = {}
-        for name, (private, kernel) in charged.items():
-            if name in self._alive:
-                found[name] = Usage(private, kernel, self._shared.get(name, 0))
-                self._histories.setdefault(name, History(HISTORY_S)).add(now, private)
-        return found
-
-    def growth(self, sandbox_id: str, window_s: float) -> int:
-        """Bytes by which a sandbox's private memory grew in the last seconds, as far as `usage` was asked meanwhile."""
-        history = self._histories.get(sandbox_id)
-        return 0 if history is None else history.growth(window_s)
-
-    async def resize(self, sandbox: ProcessSandbox, memory_bytes: int) -> None:
-        """Another limit of a sandbox's memory; one that stood still goes on.
-
-        Raises:
-          SandboxError: the sandbox uses more than that, or is gone.
-        """
-        if self._link is None or self._link.closed.is_set():
-            raise SandboxLost(sandbox.id, sandbox.lost or "node-lost")
-        await self._link.resize(sandbox.id, memory_bytes)
-
-    def _pressed(self, sandbox_id: str) -> None:
-        sandbox = self._alive.get(sandbox_id)
-        if sandbox is not None:
-            self._on_pressure(sandbox)
-
-    async def end(self, sandbox_id: str, reason: str) -> None:
-        """Kills one for a reason; when it returns, its processes are gone."""
-        if self._link is not None:
-            await self._link.end(sandbox_id, reason)
-
-    # Saved ones
+    # Saving
 
     async def snapshot(self, sandbox: ProcessSandbox) -> str:
         """See Sandbox.snapshot."""
         return (await self._save(sandbox)).id
-
-    async def restore(self, snapshot_id: str) -> ProcessSandbox:
-        """A sandbox that is as the saved one was, and goes on from there; again and again, if wanted.
-
-        Raises:
-          SandboxError: there is no such snapshot, it is damaged, or was made with other programs than this host has.
-          SandboxUnsupported: this host cannot restore any.
-          SandboxCapacity: as for `create`.
-        """
-        return await self._restore(await asyncio.to_thread(self._snapshots.open, snapshot_id))
 
     async def fork(self, sandbox: ProcessSandbox) -> ProcessSandbox:
         """See Sandbox.fork."""
@@ -265,7 +56,37 @@ class SandboxPool:
         """SandboxError where there is none."""
         await asyncio.to_thread(self._snapshots.delete, snapshot_id)
 
-    def _saver(self) -> str:
+    async def _save(self, sandbox: ProcessSandbox) -> Snapshot:
+        async def work() -> Snapshot:
+            staged = await asyncio.to_thread(self._snapshots.stage)
+            try:
+                async with _Standstill(self, sandbox, staged) as still:
+                    await still.unpark()
+                return await asyncio.to_thread(self._snapshots.finish, staged, still.snapshot)
+            except BaseException:
+                await asyncio.to_thread(self._snapshots.discard, staged)
+                raise
+
+        return await self._to_the_end(sandbox, work)
+
+    async def _to_the_end(self, sandbox: ProcessSandbox, work: Callable[[], Coroutine]):
+        """One at a time; a caller who gives up must not leave it parked."""
+        await asyncio.to_thread(self.saver)
+
+        async def locked():
+            async with self._locks.setdefault(sandbox.id, asyncio.Lock()):
+                return await work()
+
+        task = asyncio.create_task(locked())
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await asyncio.wait({task})
+            if not task.cancelled():
+                task.exception()  # seen
+            raise
+
+    def saver(self) -> str:
         """The path of CRIU; SandboxUnsupported where this host cannot save sandboxes."""
         criu, why = find_criu()
         if self.host.get("mode") != "range":
@@ -276,52 +97,31 @@ class SandboxPool:
             raise SandboxUnsupported(f"sandboxes cannot be saved and restored here: {why}")
         return criu
 
-    async def _save(self, sandbox: ProcessSandbox) -> Snapshot:
-        criu = await asyncio.to_thread(self._saver)
-        saving = asyncio.create_task(self._save_parked(sandbox, criu))
-        try:
-            return await asyncio.shield(saving)
-        except asyncio.CancelledError:
-            await asyncio.wait({saving})  # or it would stay parked
-            raise
+    # Restoring
 
-    async def _save_parked(self, sandbox: ProcessSandbox, criu: str) -> Snapshot:
-        async with self._saving.setdefault(sandbox.id, asyncio.Lock()):
-            staged = await asyncio.to_thread(self._snapshots.stage)
-            was_paused = sandbox.paused
-            try:
-                berth = await sandbox.park()
-                try:
-                    await self._link.save(sandbox.id, str(staged), criu, sandbox.template.disk_bytes)
-                    snapshot = await asyncio.to_thread(self._describe, sandbox, berth)
-                finally:
-                    await self._unpark(sandbox, berth)
-                return await asyncio.to_thread(self._snapshots.finish, staged, snapshot)
-            except BaseException:
-                await asyncio.to_thread(self._snapshots.discard, staged)
-                raise
-            finally:
-                if not was_paused and sandbox.lost is None:
-                    await sandbox.resume()
+    async def restore(self, snapshot_id: str) -> ProcessSandbox:
+        """A sandbox that is as the saved one was, and goes on from there; again and again, if wanted.
 
-    async def _unpark(self, sandbox: ProcessSandbox, berth: str) -> None:
-        try:
-            agent = await self._link.meet(sandbox.id, berth)
-        except SandboxError as error:
-            await sandbox.kill("node-lost")
-            raise SandboxLost(sandbox.id, sandbox.lost or "node-lost") from error
-        sandbox.unpark(await asyncio.open_connection(sock=agent))
-
-    def _describe(self, sandbox: ProcessSandbox, berth: str) -> Snapshot:
-        pid = self._pids[sandbox.id]
-        base = int(Path(f"/proc/{pid}/uid_map").read_text().split()[1])
-        layer = self._layers.get(sandbox.id)
-        of_layer = ("", "") if layer is None else (layer.manifest.key, layer.manifest.digest)
-        names = (new_id(), sandbox.template, agent_key(), machine())
-        return Snapshot(*names, base, berth, sandbox.ranges, *of_layer)
+        Raises:
+          SandboxError: there is no such snapshot, it is damaged, or was made with other programs than this host has.
+          SandboxUnsupported: this host cannot restore any.
+          SandboxCapacity: as for `create`.
+        """
+        return await self._restore(await asyncio.to_thread(self._snapshots.open, snapshot_id))
 
     async def _restore(self, snapshot: Snapshot) -> ProcessSandbox:
-        criu = await asyncio.to_thread(self._saver)
+        criu, layer = await self._what_it_takes(snapshot)
+        folder = await asyncio.to_thread(self._snapshots.check_out, snapshot)
+        try:
+            restored = Restored(snapshot, str(folder), criu)
+            sandbox = await self._create(snapshot.template, layer, restored=restored)
+            await sandbox.resume()
+            return sandbox
+        finally:
+            await asyncio.to_thread(self._snapshots.discard, folder)
+
+    async def _what_it_takes(self, snapshot: Snapshot) -> tuple[str, Layer | None]:
+        criu = await asyncio.to_thread(self.saver)
         for what, theirs, ours in (("agent", snapshot.agent, agent_key()), ("machine", snapshot.machine, machine())):
             if theirs != ours:
                 raise SandboxError(f"snapshot {snapshot.id} was made with {what} {theirs}, and this host has {ours}")
@@ -333,176 +133,155 @@ class SandboxPool:
                     f"snapshot {snapshot.id}: template {snapshot.template.name!r} has other files here than it had "
                     f"then; bring {snapshot.layer[:12]} from where it was made"
                 )
-        folder = await asyncio.to_thread(self._snapshots.check_out, snapshot)
-        try:
-            restored = _Restored(snapshot, str(folder), criu)
-            if layer is None:
-                sandbox = await self._create(snapshot.template, None, restored=restored)
-            else:
-                sandbox = await self._create_on(layer, snapshot.template, restored)
-            await sandbox.resume()
-            return sandbox
-        finally:
-            await asyncio.to_thread(self._snapshots.discard, folder)
+        return criu, layer
 
-    # New ones
+    # Moving
 
-    async def _create(
-        self, template: Template, layer: Layer | Path | None, build: bool = False, restored: _Restored | None = None
-    ) -> ProcessSandbox:
-        """One whose files begin with those of a layer, or, to be built, in a folder."""
-        try:
-            await self._gate.enter(self._wait_s)
-        except TimeoutError:
-            raise SandboxCapacity(
-                f"no place for {template.name!r} within wait_s={self._wait_s}: {self.alive} sandboxes alive; "
-                "kill some, wait, or raise max_sandboxes"
-            ) from None
-        self._created += 1
-        sandbox_id = f"sb-{os.getpid()}-{id(self) & 0xFFFFFF:x}-{self._created}"
-        self._alive[sandbox_id] = None
-        sandbox, link, complete = None, None, False
-        try:
-            link = await self._spawner()
-            tree = str(layer.tree) if isinstance(layer, Layer) else layer and str(layer)
-            request = self._request(template) | {"layer": tree, "build": build}
-            if restored is None:
-                agent = await link.create(sandbox_id, request)
-            else:
-                agent = await link.create(sandbox_id, request | restored.request(), "restore")
-            streams = await asyncio.open_connection(sock=agent)
-            first_id = 0 if restored is None else restored.snapshot.ranges * RANGE
-            sandbox = ProcessSandbox(sandbox_id, template, streams, self, first_id, restored is not None)
-            self._pids[sandbox_id] = link.agent_pids[sandbox_id]
-            if isinstance(layer, Layer):
-                self._layers[sandbox_id] = layer
-            self._shared[sandbox_id] = layer.manifest.bytes if isinstance(layer, Layer) else 0
-            if sandbox_id in self._alive:
-                self._alive[sandbox_id] = sandbox
-            else:
-                sandbox.mark_lost("node-lost")
-            await sandbox.open({} if build or restored is not None else template.files)
-            complete = True
-            return sandbox
-        finally:
-            if not complete:
-                await self._abandon(sandbox_id, sandbox, link)
+    async def migrate(self, sandbox: ProcessSandbox, node: str, clients: dict | None = None) -> None:
+        """See Sandbox.migrate.
 
-    async def _build(self, template: Template, tree: Path) -> None:
-        """Runs the template's set-up on its files."""
-        sandbox = await self._create(template, tree, build=True)
-        too_large = asyncio.Event()
-        watch = asyncio.create_task(self._watch_size(sandbox, tree, template.layer_bytes, too_large))
-        try:
-            for command in template.setup:
-                try:
-                    result = await sandbox.exec(command, timeout_s=template.setup_s)
-                except SandboxLost as error:
-                    grown = f"it made more than layer_bytes={template.layer_bytes}; raise that, or make less"
-                    why = grown if too_large.is_set() else str(error)
-                    raise SandboxError(f"template {template.name!r}: {command!r}: {why}") from error
-                if result.exit_code != 0:
-                    why = "took too long" if result.timed_out else f"ended with {result.exit_code}"
-                    raise SandboxError(f"template {template.name!r}: {command!r} {why}: {result.text[-2000:].strip()}")
-        finally:
-            watch.cancel()
-            await sandbox.kill()
+        It stands still, is saved, and restored there, where it does not run yet. From then on the node decides: told to
+        commit, it lets it run. This pool ends its own only when it knows that the other runs, and has its own go on
+        only when it knows that the other does not and will not; as long as it knows neither, it stands still.
 
-    async def _watch_size(self, sandbox: ProcessSandbox, tree: Path, most: int, too_large: asyncio.Event) -> None:
-        """Ends a set-up that fills the host's disk."""
-        while await asyncio.to_thread(lambda: count(tree)[1]) <= most:
-            await asyncio.sleep(_SIZE_S)
-        too_large.set()
-        await sandbox.kill()
+        Args:
+          node: address of its daemon.
+          clients: of the sandbox, other than this pool (Hub.state).
+        """
+        from venusrl.sandbox.daemon.client import Node
 
-    async def _hold(self, layer: Layer) -> None:
-        """Has the layer's pages in memory, in an account of their own, before a sandbox touches them."""
-        holder = _holder(layer)
-        async with self._hold_lock:
-            if holder in self._holders:
-                return
-            link = await self._spawner()
-            # Whole pages, and what the kernel keeps of every file.
-            room = layer.manifest.bytes + layer.manifest.files * 2 * resource.getpagesize() + 64 * MIB
-            request = {"hold": str(layer.tree), "memory_bytes": room, "pids": 2, "ttl_s": 1e9}
-            reader, self._holders[holder] = await asyncio.open_connection(sock=await link.create(holder, request))
+        async def work() -> None:
+            target = Node(node)
+            staged = await asyncio.to_thread(self._snapshots.stage)
             try:
-                await read_frame(reader)
-            except (asyncio.IncompleteReadError, ConnectionError):
-                logging.warning("template %s: its pages are not held, and sandboxes pay for them", layer.manifest.name)
+                await target.health()
+                async with _Standstill(self, sandbox, staged) as still:
+                    snapshot = await asyncio.to_thread(self._snapshots.describe, staged, still.snapshot)
+                    told = sandbox.interests(clients or {})
+                    await target.arrive(sandbox.id, snapshot, staged, told, still.was_paused)
+                    if sandbox.lost is None and not await target.commit(sandbox.id):
+                        raise SandboxError(f"node {node} ended before {sandbox.id} ran there; it goes on here")
+                    still.is_gone = True
+                    if sandbox.lost is not None:  # it was killed meanwhile
+                        await target.drop(sandbox.id)
+                        raise SandboxLost(sandbox.id, sandbox.lost)
+                    if sandbox.id in self._alive:
+                        self._alive[sandbox.id] = None
+                    await target.take(sandbox)
+                await super(SandboxPool, self).end(sandbox.id, MOVED)
+            except BaseException:
+                await target.close()
+                raise
+            finally:
+                await asyncio.to_thread(self._snapshots.discard, staged)
 
-    async def close(self) -> None:
-        """Kills every sandbox with reason "closed" and ends the spawner. Idempotent."""
-        self._closed = True
-        self._shelf.close()
-        self._gate.refuse_all(SandboxError("the pool is closed"))
-        for sandbox in list(self._alive.values()):
-            if sandbox is not None:
-                sandbox.mark_lost("closed")
-        async with self._link_lock:
-            if self._link is not None:
-                await self._link.close()
-                self._link = None
+        moving = self._moving[sandbox.id] = asyncio.create_task(self._to_the_end(sandbox, work))
+        try:
+            await asyncio.shield(moving)
+        finally:
+            if moving.done():
+                self._moving.pop(sandbox.id, None)
+            else:
+                moving.add_done_callback(lambda task: self._moving.pop(sandbox.id, None))
 
-    def _request(self, template: Template) -> dict:
-        env = {
-            "PATH": f"{self._python_bin}:{_PATH}",
-            "HOME": WORKSPACE,
-            "USER": "sandbox",
-            "LOGNAME": "sandbox",
-            "SHELL": "/bin/bash",
-            "LANG": "C.UTF-8",
-            "TERM": "dumb",
-            "PAGER": "cat",
-            **template.env,
-        }
-        names = ("memory_bytes", "pids", "file_bytes", "disk_bytes", "output_bytes", "ttl_s", "oom", "oom_wait_s")
-        return {"env": env, **{name: getattr(template, name) for name in names}}
+    async def end(self, sandbox_id: str, reason: str) -> None:
+        """Kills one for a reason; when it returns, its processes are gone, also where it was just moving to."""
+        await super().end(sandbox_id, reason)
+        moving = self._moving.get(sandbox_id)
+        if moving is not None:
+            await asyncio.wait({moving})
 
-    async def _spawner(self) -> SpawnerLink:
-        """The present spawner, or a new one if it died."""
-        async with self._link_lock:
-            if self._closed:
-                raise SandboxError("the pool is closed")
-            if self._link is not None and self._link.closed.is_set():
-                await self._link.close()  # collects the dead process
-                self._link = None
-            if self._link is None:
-                agent = await asyncio.to_thread(self._agent_program)
-                self._link = await SpawnerLink.open(self._on_gone, self._pressed, self._python_prefix, agent)
-                self._link.report["agent"] = "python" if agent is None else "native"
-                self._spawners += 1
-            return self._link
+    async def arrive(self, sandbox_id: str, snapshot: Snapshot, folder: Path) -> None:
+        """Restores one of another node's, which does not run until `activate`.
 
-    def _agent_program(self) -> str | None:
-        if self._agent == "python":
-            return None
-        program, why = agent_program()
-        if program is None and self._agent == "native":
-            raise SandboxUnsupported(f"agent='native': {why}")
-        if program is None:
-            logging.warning("sandboxes have the Python agent, which takes more memory and cannot be saved: %s", why)
-        return program
+        Raises:
+          SandboxError: it is here already, or cannot be restored.
+        """
+        if sandbox_id in self._alive:
+            raise SandboxError(f"sandbox {sandbox_id} is here already")
+        criu, layer = await self._what_it_takes(snapshot)
+        await self._enter(snapshot.template, layer, sandbox_id)
+        try:
+            restored = Restored(snapshot, str(folder), criu, parked=True)
+            await self._ask(sandbox_id, snapshot.template, layer, False, restored)
+        except BaseException:
+            await self._abandon(sandbox_id, None)
+            raise
+
+    async def activate(
+        self, sandbox_id: str, snapshot: Snapshot, begin: Callable[[ProcessSandbox], None]
+    ) -> ProcessSandbox:
+        """One that has arrived; it is paused. `begin` is called with it before anything is heard of it."""
+        agent = await self._link.meet(sandbox_id, snapshot.berth)
+        sandbox = await self._begin(sandbox_id, snapshot.template, agent, Restored(snapshot, "", ""))
+        begin(sandbox)
+        await sandbox.open({})
+        return sandbox
+
+    def incoming(self) -> SnapshotStore:
+        """Where what arrives is staged."""
+        return self._snapshots
 
     def _on_gone(self, sandbox_id: str, reason: str) -> None:
-        if sandbox_id in self._holders:
-            self._holders.pop(sandbox_id).close()
-        if sandbox_id not in self._alive:
-            return
-        sandbox = self._alive.pop(sandbox_id)
-        for of_sandbox in (self._shared, self._layers, self._pids, self._saving):
-            of_sandbox.pop(sandbox_id, None)
-        self._histories.pop(sandbox_id, None)
-        if sandbox is not None:
-            sandbox.mark_lost(reason)
-            reason = sandbox.lost or reason
-        self._ended[reason] += 1
-        self._gate.leave()
+        self._locks.pop(sandbox_id, None)
+        super()._on_gone(sandbox_id, reason)
 
-    async def _abandon(self, sandbox_id: str, sandbox: ProcessSandbox | None, link: SpawnerLink | None) -> None:
-        """After a failed or cancelled create: the sandbox, as far as it came to be, and its place."""
-        if sandbox is not None:
-            sandbox.mark_lost("killed")
-        if link is not None:
-            await link.end(sandbox_id, "killed")
-        self._on_gone(sandbox_id, "killed")
+
+class _Standstill:
+    """Within it a sandbox stands still and is saved in a folder; after it, it goes on, unless it `is_gone`.
+
+    Attributes:
+      snapshot: what was saved.
+      was_paused: before.
+    """
+
+    snapshot: Snapshot
+
+    def __init__(self, pool: SandboxPool, sandbox: ProcessSandbox, folder: Path):
+        self._pool, self._sandbox, self._folder = pool, sandbox, folder
+        self._berth: str | None = None
+        self.was_paused = sandbox.paused
+        self.is_gone = False
+
+    async def __aenter__(self) -> _Standstill:
+        sandbox, link = self._sandbox, self._pool._link
+        try:
+            self._berth = await sandbox.park()
+            criu = self._pool.saver()
+            await link.save(sandbox.id, str(self._folder), criu, sandbox.template.disk_bytes)
+            self.snapshot = await asyncio.to_thread(self._describe)
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *exc_info) -> None:
+        if self.is_gone or self._sandbox.lost is not None:
+            return
+        await self.unpark()
+        if not self.was_paused:
+            await self._sandbox.resume()
+
+    async def unpark(self) -> None:
+        """The agent again, still paused. SandboxLost where it is gone."""
+        berth, self._berth = self._berth, None
+        if berth is None:
+            return
+        try:
+            agent = await self._pool._link.meet(self._sandbox.id, berth)
+        except SandboxError as error:
+            await self._sandbox.kill("node-lost")
+            raise SandboxLost(self._sandbox.id, self._sandbox.lost or "node-lost") from error
+        self._sandbox.unpark(await asyncio.open_connection(sock=agent))
+
+    def _describe(self) -> Snapshot:
+        sandbox = self._sandbox
+        pid = self._pool._link.agent_pids.get(sandbox.id)
+        try:
+            base = int(Path(f"/proc/{pid}/uid_map").read_text().split()[1])
+        except FileNotFoundError:
+            raise SandboxLost(sandbox.id, sandbox.lost or "killed") from None
+        layer = self._pool._layers.get(sandbox.id)
+        of_layer = ("", "") if layer is None else (layer.manifest.key, layer.manifest.digest)
+        names = (new_id(), sandbox.template, agent_key(), machine())
+        return Snapshot(*names, base, self._berth, sandbox.ranges, *of_layer)

@@ -81,18 +81,19 @@ class SnapshotStore:
 
     def finish(self, staged: Path, snapshot: Snapshot) -> Snapshot:
         """What was staged becomes the snapshot, which is returned with its files."""
-        for name in _LOGS:
-            (staged / name).unlink(missing_ok=True)
-        files = {path.name: _digest(path) for path in sorted(staged.iterdir())}
-        snapshot = Snapshot(**{**vars(snapshot), "files": files, "created": time.time()})
-        self.write_manifest(staged, snapshot)
+        snapshot = self.describe(staged, snapshot)
+        record = to_record(snapshot)
+        (staged / "manifest.json").write_text(json.dumps(record, indent=1))
         os.rename(staged, self.folder / snapshot.id)
         os.close(self._locks.pop(staged))
         return snapshot
 
-    def write_manifest(self, folder: Path, snapshot: Snapshot) -> None:
-        record = vars(snapshot) | {"template": to_json(snapshot.template), "format": _FORMAT}
-        (folder / "manifest.json").write_text(json.dumps(record, indent=1))
+    def describe(self, staged: Path, snapshot: Snapshot) -> Snapshot:
+        """The snapshot, with the files that are staged."""
+        for name in _LOGS:
+            (staged / name).unlink(missing_ok=True)
+        files = {path.name: _digest(path) for path in sorted(staged.iterdir())}
+        return Snapshot(**{**vars(snapshot), "files": files, "created": time.time()})
 
     def discard(self, staged: Path) -> None:
         """Removes what was staged or checked out."""
@@ -165,15 +166,27 @@ def machine() -> str:
 def read_manifest(folder: Path) -> Snapshot:
     """Raises SandboxError where it is damaged."""
     try:
-        record = json.loads((folder / "manifest.json").read_text())
+        return from_record(json.loads((folder / "manifest.json").read_text()))
+    except (OSError, ValueError, SandboxError) as error:
+        raise SandboxError(f"snapshot {folder.name} is damaged: manifest.json: {error}; delete it") from None
+
+
+def to_record(snapshot: Snapshot) -> dict:
+    """As JSON has it."""
+    return vars(snapshot) | {"template": to_json(snapshot.template), "format": _FORMAT}
+
+
+def from_record(record: dict) -> Snapshot:
+    """Raises SandboxError for what is no snapshot."""
+    try:
         if record.pop("format", None) != _FORMAT:
             raise ValueError(f"its format is not {_FORMAT}")
         files = {str(name): (int(size), str(digest)) for name, (size, digest) in record["files"].items()}
         if any("/" in name or name.startswith(".") for name in files):
             raise ValueError("a file of it is elsewhere")
         return Snapshot(**{**record, "files": files, "template": from_json(record["template"])})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, VenusError) as error:
-        raise SandboxError(f"snapshot {folder.name} is damaged: manifest.json: {error}; delete it") from None
+    except (ValueError, KeyError, TypeError, AttributeError, VenusError) as error:
+        raise SandboxError(f"it is no snapshot of format {_FORMAT}: {error!r}") from None
 
 
 def verify(folder: Path, snapshot: Snapshot) -> None:

@@ -7,7 +7,7 @@ control socket, or when the owner's pidfd says so (a fork of the owner could hol
 Messages are JSON, one a packet (SOCK_SEQPACKET).
   in:  create {id, disk_bytes, file_bytes, memory_bytes, pids, output_bytes, ttl_s, env, layer, build, oom, oom_wait_s},
        or a holder of a layer: create {id, memory_bytes, pids, ttl_s, hold}; restore {what create has, folder, criu,
-       base, berth, adopt}; kill {id, reason}; usage; and, answered by `done`: resize {id, memory_bytes, request};
+       base, berth, parked}; kill {id, reason}; usage; and, answered by `done`: resize {id, memory_bytes, request};
        save {id, folder, criu, ghost_bytes, request}, of one whose agent has parked; meet {id, berth, request}
   out: hello {mode, cgroups, seccomp}; created {id, pid} with the agent's socket; refused {id, error};
        gone {id, reason}; usage {rows: [id, bytes, kernel bytes], last}; pressure {id}, it waits for
@@ -272,10 +272,16 @@ class Spawner:
             if exit_code:
                 raise OSError(errno.EIO, saving.error_of(request["folder"]))
             pid = saving.pid_of(request["folder"])
-            with self._connect(pid, request["berth"], ADOPTED if request["adopt"] else KEPT, group) as connection:
+            connection = None
+            if not request["parked"]:
+                connection = self._connect(pid, request["berth"], ADOPTED, group)
+            try:
                 hold = group.hold_on_oom() if request["oom"] == "hold" else -1
                 group.settle(request["memory_bytes"], request["pids"])
                 self._admit(request, pid, group, hold, connection)
+            finally:
+                if connection is not None:
+                    connection.close()
         except OSError as error:
             if isinstance(error, ConnectionError):
                 raise
@@ -296,15 +302,15 @@ class Spawner:
             self._unremoved.append(group)
         self._tell({"event": "refused", "id": sandbox_id, "error": error})
 
-    def _admit(self, request: dict, pid: int, group: limits.Group, hold: int, agent: socket.socket) -> None:
-        """A sandbox that is there from now on."""
+    def _admit(self, request: dict, pid: int, group: limits.Group, hold: int, agent: socket.socket | None) -> None:
+        """A sandbox that is there from now on; with its agent's socket, unless that waits."""
         box = _Box(request["id"], pid, group, time.monotonic() + request["ttl_s"])
         self._boxes[box.pidfd] = box
         self._poll.register(box.pidfd, select.POLLIN)
         if hold >= 0:
             box.oom_event, box.oom_wait_s = hold, request["oom_wait_s"]
             self._poll.register(hold, select.POLLIN)
-        self._tell({"event": "created", "id": box.id, "pid": pid}, (agent.fileno(),))
+        self._tell({"event": "created", "id": box.id, "pid": pid}, () if agent is None else (agent.fileno(),))
 
     def _kill(self, box: _Box, reason: str) -> None:
         if box.reason is None:

@@ -1,9 +1,10 @@
 """The service: sandboxes of one node, over HTTP and web sockets.
 
 POST /sandboxes {template or snapshot, lease_s}; GET /sandboxes; DELETE /sandboxes/ID?reason=; GET /health;
-POST /sandboxes/ID/snapshot; POST /sandboxes/ID/fork {lease_s}; GET /snapshots; DELETE /snapshots/ID; for clients that
-are not ours also POST /sandboxes/ID/exec, GET and PUT /sandboxes/ID/files?path=, GET /sandboxes/ID/list?path=. Ours
-speaks frames (sandbox/wire.py) over the web socket /sandboxes/ID/agent, one a message.
+POST /sandboxes/ID/snapshot; POST /sandboxes/ID/fork {lease_s}; GET /snapshots; DELETE /snapshots/ID;
+POST /sandboxes/ID/migrate {node}, and what nodes say to one another of that: /arrivals/ID (see arrivals.py). For
+clients that are not ours also POST /sandboxes/ID/exec, GET and PUT /sandboxes/ID/files?path=, and
+GET /sandboxes/ID/list?path=. Ours speaks frames (sandbox/wire.py) over the web socket /sandboxes/ID/agent.
 
 A sandbox whose last client has gone ends when its lease does. Bytes in JSON are base64.
 """
@@ -14,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
@@ -22,22 +23,33 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from venusrl.core.errors import ConfigError, SandboxCapacity, SandboxLost, SandboxUnsupported, VenusError
 from venusrl.sandbox.client import ProcessSandbox
 from venusrl.sandbox.codec import from_json, to_json
+from venusrl.sandbox.daemon.arrivals import Arrivals
 from venusrl.sandbox.daemon.hub import Hub
-from venusrl.sandbox.pool import SandboxPool
+from venusrl.sandbox.pool import MOVED, SandboxPool
 from venusrl.sandbox.wire import pack, unpack
 
 _STATUS = {ConfigError: 400, SandboxLost: 410, SandboxUnsupported: 501, SandboxCapacity: 503}
 _RETRY_S = 1
+_HOLD_S = 2.0  # that clients may take to say that they hold on
+_LOOK_S = 0.1
 _MAX_REASONS = 1000  # ends that are remembered
 _GONE = 4410  # code of a web socket that is closed since its sandbox is gone; the reason is why
+
+
+class _Moved(Exception):
+    """The sandbox is at another node now."""
+
+    def __init__(self, node: str):
+        self.node = node
 
 
 class _Held:
     """A sandbox, and who uses it."""
 
-    def __init__(self, sandbox: ProcessSandbox, lease_s: float):
+    def __init__(self, sandbox: ProcessSandbox, lease_s: float, state: dict | None = None):
         self.sandbox = sandbox
-        self.hub = Hub(sandbox)
+        self.hub = Hub(sandbox, state)
+        self.moving = asyncio.Lock()
         self.lease_s = lease_s
         self.clients = 0
         self.expiry: asyncio.TimerHandle | None = None
@@ -55,6 +67,8 @@ class Daemon:
         self._held: dict[str, _Held] = {}
         self._reasons: dict[str, str] = {}
         self._ending: set[asyncio.Task] = set()
+        self._moved: dict[str, str] = {}  # where those are that were here
+        self._arrivals = Arrivals(pool, self._take_over)
         self.application = Starlette(
             routes=[
                 Route("/health", self._health),
@@ -63,6 +77,11 @@ class Daemon:
                 Route("/sandboxes/{id}", self._end, methods=["DELETE"]),
                 Route("/sandboxes/{id}/snapshot", self._snapshot, methods=["POST"]),
                 Route("/sandboxes/{id}/fork", self._fork, methods=["POST"]),
+                Route("/sandboxes/{id}/migrate", self._migrate, methods=["POST"]),
+                Route("/arrivals/{id}", self._arrive, methods=["POST"]),
+                Route("/arrivals/{id}", self._refuse, methods=["DELETE"]),
+                Route("/arrivals/{id}", self._arrival),
+                Route("/arrivals/{id}/commit", self._commit, methods=["POST"]),
                 Route("/snapshots", self._snapshots),
                 Route("/snapshots/{id}", self._delete_snapshot, methods=["DELETE"]),
                 Route("/sandboxes/{id}/exec", self._exec, methods=["POST"]),
@@ -71,11 +90,13 @@ class Daemon:
                 Route("/sandboxes/{id}/list", self._entries),
                 WebSocketRoute("/sandboxes/{id}/agent", self._agent),
             ],
-            exception_handlers={VenusError: _say, OSError: _say},
+            exception_handlers={VenusError: _say, OSError: _say, _Moved: _redirect},
         )
 
     def _get(self, sandbox_id: str) -> _Held:
         held = self._held.get(sandbox_id)
+        if held is None and sandbox_id in self._moved:
+            raise _Moved(self._moved[sandbox_id])
         if held is None or held.sandbox.lost is not None:
             reason = self._reasons.get(sandbox_id, "unknown") if held is None else held.sandbox.lost
             raise SandboxLost(sandbox_id, reason)
@@ -114,10 +135,71 @@ class Daemon:
         await self._pool.delete_snapshot(request.path_params["id"])
         return Response(status_code=204)
 
-    def _hold(self, sandbox: ProcessSandbox, lease_s: float) -> Response:
-        held = self._held[sandbox.id] = _Held(sandbox, lease_s)
+    # Moving
+
+    async def _migrate(self, request: Request) -> Response:
+        node = (await _json(request)).get("node")
+        if not isinstance(node, str) or not node:
+            raise ConfigError(f"node={node!r}: give the address of the daemon that it is to move to")
+        sandbox_id = request.path_params["id"]
+        held = self._get(sandbox_id)
+        async with held.moving:
+            self._get(sandbox_id)  # still here
+            await held.hub.hold(node, _HOLD_S)
+            try:
+                await self._pool.migrate(held.sandbox, node, held.hub.state())
+            except BaseException:
+                held.hub.release(None)
+                raise
+            self._held.pop(sandbox_id, None)
+            self._moved[sandbox_id] = node
+            if len(self._moved) > _MAX_REASONS:
+                del self._moved[next(iter(self._moved))]
+            held.hub.release(node)
+        task = asyncio.create_task(self._leave(held.sandbox))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        return JSONResponse({"node": node})
+
+    async def _leave(self, sandbox: ProcessSandbox) -> None:
+        """Once those who asked here have been answered from there."""
+        while sandbox.waits and sandbox.lost is None:
+            await asyncio.sleep(_LOOK_S)
+        sandbox.mark_lost(MOVED)
+
+    async def _arrive(self, request: Request) -> Response:
+        sandbox_id = request.path_params["id"]
+        try:
+            await self._arrivals.receive(sandbox_id, request.stream())
+        except ClientDisconnect:
+            return Response(status_code=400)  # nobody hears it
+        self._moved.pop(sandbox_id, None)  # it comes back
+        return Response(status_code=201)
+
+    async def _commit(self, request: Request) -> Response:
+        could = await self._arrivals.commit(request.path_params["id"])
+        return Response(status_code=204 if could else 404)
+
+    async def _refuse(self, request: Request) -> Response:
+        could = await self._arrivals.refuse(request.path_params["id"])
+        return Response(status_code=204 if could else 409)
+
+    async def _arrival(self, request: Request) -> Response:
+        return JSONResponse({"state": self._arrivals.state(request.path_params["id"])})
+
+    def _take_over(self, sandbox: ProcessSandbox, about: dict) -> None:
+        """One that has come from another node; its clients come, too, or have until its lease is over."""
+        held = self._hold_it(sandbox, _lease(about), about)
+        asyncio.get_running_loop().call_later(held.lease_s, held.hub.give_up_absent)
+
+    def _hold_it(self, sandbox: ProcessSandbox, lease_s: float, state: dict | None = None) -> _Held:
+        held = self._held[sandbox.id] = _Held(sandbox, lease_s, state)
         sandbox.when_lost(lambda reason: self._forget(sandbox.id, reason))
         self._begin_lease(held)
+        return held
+
+    def _hold(self, sandbox: ProcessSandbox, lease_s: float) -> Response:
+        self._hold_it(sandbox, lease_s)
         return JSONResponse({"id": sandbox.id, "template": to_json(sandbox.template)}, 201)
 
     def _forget(self, sandbox_id: str, reason: str) -> None:
@@ -149,9 +231,15 @@ class Daemon:
         return JSONResponse({"sandboxes": rows})
 
     async def _end(self, request: Request) -> Response:
-        held = self._held.get(request.path_params["id"])
+        sandbox_id, reason = request.path_params["id"], request.query_params.get("reason", "killed")
+        held = self._held.get(sandbox_id)
         if held is not None:
-            await held.sandbox.kill(request.query_params.get("reason", "killed"))
+            async with held.moving:
+                if self._held.get(sandbox_id) is held:
+                    await held.sandbox.kill(reason)
+                    return Response(status_code=204)
+        if sandbox_id in self._moved:
+            raise _Moved(self._moved[sandbox_id])
         return Response(status_code=204)
 
     async def _exec(self, request: Request) -> Response:
@@ -187,17 +275,32 @@ class Daemon:
         sandbox_id = socket.path_params["id"]
         try:
             held = self._get(sandbox_id)
+            async with held.moving:
+                held = self._get(sandbox_id)
         except SandboxLost as error:
             await socket.close(_GONE, error.reason)
+            return
+        except _Moved as error:
+            await socket.send_bytes(pack({"moved": error.node}))
+            await socket.close()
             return
         if held.expiry is not None:
             held.expiry.cancel()
             held.expiry = None
         held.clients += 1
         outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
-        first_id = held.hub.attach(lambda header, body: outgoing.put_nowait(pack(header, body)))
+        back = socket.query_params.get("first_id")
+        try:
+            first_id = held.hub.attach(
+                lambda header, body: outgoing.put_nowait(pack(header, body)), None if back is None else int(back)
+            )
+        except (KeyError, ValueError):
+            held.clients -= 1
+            await socket.close(_GONE, "lease")  # it was away for too long
+            return
         forget = held.sandbox.when_lost(lambda reason: outgoing.put_nowait(None))
         outgoing.put_nowait(pack({"first_id": first_id, "paused": held.sandbox.paused}))
+        held.hub.catch_up(first_id)
         sending = asyncio.create_task(self._send(socket, outgoing, held))
         try:
             while True:
@@ -210,7 +313,7 @@ class Daemon:
             held.clients -= 1
             if held.sandbox.lost is not None:
                 await sending
-            elif not held.clients:
+            elif not held.clients and self._held.get(sandbox_id) is held:
                 self._begin_lease(held)
             sending.cancel()
             with suppress(WebSocketDisconnect, RuntimeError):
@@ -245,6 +348,13 @@ def _path(request: Request) -> str:
     if not path:
         raise ConfigError("path is missing: give ?path=")
     return path
+
+
+async def _redirect(request: Request, error: Exception) -> Response:
+    """To where a sandbox is now; 308 for clients that follow addresses."""
+    node, path = error.node, request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    headers = {} if node.startswith("unix:") else {"Location": f"{node}{path}"}
+    return JSONResponse({"error": "Moved", "node": node, "message": f"it is at {node}"}, 308, headers=headers)
 
 
 async def _say(request: Request, error: Exception) -> Response:

@@ -1,37 +1,87 @@
 """Several clients of one sandbox at once, each with a range of request ids of its own.
 
 Frames pass through as they are. An answer goes to whoever's range its id is in; the output of a command goes to who
-connected to it last, its end to all who have started or connected to it.
+connected to it last, its end to all who have started or connected to it. When the sandbox moves to another node, the
+hub there begins with the state of this one; a client that has not come back yet finds what it missed.
 """
 
+import asyncio
 from collections.abc import Callable
 
 from venusrl.sandbox.client import RANGE, ProcessSandbox
 
 Send = Callable[[dict, bytes], None]
+_MOST_MISSED = 64 << 20  # bytes that are kept for a client that is away
+
+
+class _Away:
+    """A client of before that has not come back."""
+
+    def __init__(self):
+        self.missed: list[tuple[dict, bytes]] = []
+        self.bytes = 0
 
 
 class Hub:
-    """Clients of one sandbox."""
+    """Clients of one sandbox.
 
-    def __init__(self, sandbox: ProcessSandbox):
+    Args:
+      state: of the hub that the sandbox had on another node.
+    """
+
+    def __init__(self, sandbox: ProcessSandbox, state: dict | None = None):
+        state = state or {}
         self._sandbox = sandbox
         self._clients: dict[int, Send] = {}
-        self._interested: dict[int, list[int]] = {}  # clients of a command by its number; the last one follows it
-        self._watches: dict[int, int] = {}
+        self._away = {client: _Away() for client in state.get("clients", ())}
+        # Clients of a command by its number; the last one follows it.
+        self._interested: dict[int, list[int]] = {int(job): list(of) for job, of in state.get("jobs", {}).items()}
+        self._watches: dict[int, int] = {int(watch): client for watch, client in state.get("watches", {}).items()}
+        self._held: dict[int, asyncio.Event] = {}
+        self._has_moved = False
         sandbox.foreign = self._tell
 
-    def attach(self, send: Send) -> int:
-        """A new client; the first id of its range."""
+    @property
+    def clients(self) -> int:
+        """That are there."""
+        return len(self._clients)
+
+    def state(self) -> dict:
+        """What another hub has to know to take over."""
+        clients = [*self._clients, *self._away]
+        return {"jobs": dict(self._interested), "watches": dict(self._watches), "clients": clients}
+
+    def attach(self, send: Send, first_id: int | None = None) -> int:
+        """A client that is new, or comes back for its range; the first id of that.
+
+        Raises:
+          KeyError: nobody of that range is awaited.
+        """
+        if first_id is not None:
+            if first_id // RANGE not in self._away:
+                raise KeyError(first_id)
+            self._clients[first_id // RANGE] = send
+            return first_id
         client = self._sandbox.ranges
         self._sandbox.ranges += 1
         self._clients[client] = send
         return client * RANGE
 
+    def catch_up(self, first_id: int) -> None:
+        """Tells a client that came back what it missed."""
+        away = self._away.pop(first_id // RANGE, None)
+        for header, body in [] if away is None else away.missed:
+            self._clients[first_id // RANGE](header, body)
+
     def detach(self, first_id: int) -> None:
         """The client is gone. What it has started goes on, and is not held up by what it no longer takes."""
         client = first_id // RANGE
-        del self._clients[client]
+        if self._has_moved:
+            return
+        self._clients.pop(client, None)
+        self._away.pop(client, None)
+        if client in self._held:
+            self._held[client].set()
         ended = [{"op": "unwatch", "watch": watch} for watch, of in self._watches.items() if of == client]
         self._watches = {watch: of for watch, of in self._watches.items() if of != client}
         for job, clients in list(self._interested.items()):
@@ -43,9 +93,18 @@ class Hub:
         for request in ended if self._sandbox.lost is None else ():
             self._sandbox.pass_on({**request, "id": first_id})
 
+    def give_up_absent(self) -> None:
+        """Those who have not come back will not."""
+        for client in list(self._away):
+            self.detach(client * RANGE)
+
     def ask(self, first_id: int, header: dict, body: bytes) -> None:
         """A request of a client. SandboxLost where the sandbox is; ValueError for an id of another's."""
         client, op = first_id // RANGE, header["op"]
+        if op == "held":
+            if client in self._held:
+                self._held[client].set()
+            return
         if header["id"] // RANGE != client:
             raise ValueError(f"id={header['id']} is not in the range of this connection, from {first_id}")
         if op == "window" and self._interested.get(header["job"], [client])[-1] != client:
@@ -56,11 +115,38 @@ class Hub:
             self._interested.setdefault(header["job" if op == "connect" else "id"], []).append(client)
         self._sandbox.pass_on(header, body)
 
+    # Moving to another node
+
+    async def hold(self, node: str, wait_s: float) -> None:
+        """Clients keep what they would send from now on; when this returns, all they have sent is here."""
+        self._held = {client: asyncio.Event() for client in self._clients}
+        for send in self._clients.values():
+            send({"moving": node}, b"")
+        waits = [asyncio.create_task(event.wait()) for event in self._held.values()]
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=wait_s)
+            for wait in late:
+                wait.cancel()
+
+    def release(self, node: str | None) -> None:
+        """Clients go on: here, or at the node where the sandbox is now."""
+        self._held = {}
+        self._has_moved = node is not None
+        for send in self._clients.values():
+            send({"moved": node}, b"")
+
+    # Answers
+
     def _tell(self, header: dict, body: bytes) -> None:
         for client in self._concerned(header):
-            send = self._clients.get(client)
-            if send is not None:
-                send(header, body)
+            if client in self._clients:
+                self._clients[client](header, body)
+            elif client in self._away:
+                away = self._away[client]
+                away.missed.append((header, body))
+                away.bytes += len(body)
+                if away.bytes > _MOST_MISSED:
+                    self.detach(client * RANGE)
 
     def _concerned(self, header: dict) -> list[int]:
         if "paused" in header:

@@ -1,0 +1,370 @@
+"""Sandboxes that move between nodes while they run: nothing is lost, and none ever runs in two places."""
+
+import asyncio
+import os
+import random
+import threading
+import time
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.sandbox.conftest import end, needs_criu, processes, start_daemon
+from tests.sandbox.test_life import until
+from venusrl.core.errors import ConfigError, SandboxError, SandboxLost
+from venusrl.sandbox import SandboxPool, Template
+from venusrl.sandbox.daemon.client import Node
+
+pytestmark = needs_criu
+
+# Shows how far it is where the host can see it: in its name.
+_COUNTER = """
+import sys, time
+n = 0
+while True:
+    n += 1
+    with open('/proc/self/comm', 'w') as f: f.write('n%d' % n)
+    time.sleep(0.002)
+"""
+
+
+@asynccontextmanager
+async def two(*before):
+    """Two daemons, and a client of each; they run the code of `before` first."""
+    daemons = [start_daemon("--max_sandboxes=6", "--wait_s=1", before=code) for code in before or ("", "")]
+    try:
+        async with Node(daemons[0][1], lease_s=3.0) as a, Node(daemons[1][1], lease_s=3.0) as b:
+            a.process, b.process = daemons[0][0], daemons[1][0]
+            yield a, b
+    finally:
+        for daemon, _ in daemons:
+            end(daemon)
+
+
+@pytest.fixture
+async def nodes():
+    async with two() as pair:
+        yield pair
+
+
+class Witness(threading.Thread):
+    """Sees from outside which copies of a counter advance, and when."""
+
+    def __init__(self, marker):
+        super().__init__(daemon=True)
+        self.marker = marker
+        self.advances = []  # processes, in the order in which they were seen to advance
+        self.done = threading.Event()
+
+    def run(self):
+        seen, found, looked = {}, [], 0.0
+        while not self.done.is_set():
+            if time.monotonic() > looked + 0.02:
+                found, looked = processes(self.marker), time.monotonic()
+            for pid in found:
+                try:
+                    name = Path(f"/proc/{pid}/comm").read_text().strip()
+                except (FileNotFoundError, ProcessLookupError):
+                    continue
+                before = seen.get(pid)
+                seen[pid] = name
+                if before is not None and before.startswith("n") and name.startswith("n") and before != name:
+                    self.advances.append(pid)
+            time.sleep(0.001)
+
+    def check(self):
+        self.done.set()
+        self.join()
+        turns = sum(before != after for before, after in pairwise(self.advances))
+        assert turns <= 2, "two ran at once"  # from here to there, and back where there has failed
+        return len(set(self.advances))
+
+
+async def start_counter(sandbox, marker):
+    await sandbox.write("counter.py", _COUNTER.encode())
+    return await sandbox.start(f"exec python3 -I -S counter.py {marker}", follow=False)
+
+
+async def test_nothing_changes_for_its_users(nodes):
+    a, b = nodes
+    sandbox = await a.create(Template("moving", env={"E": "e"}))
+    other = await b.other(a.address).connect(sandbox.id, sandbox.template)
+    witness = Witness("first-counter")
+    witness.start()
+    await start_counter(sandbox, "first-counter")
+    followed = await sandbox.start("for i in $(seq 60); do echo $i; sleep 0.02; done")
+    of_other = await other.start("while read line; do echo got $line; done", stdin=None)
+    slow = asyncio.create_task(sandbox.exec("sleep 1; echo slow; exit 3"))
+    over_http = asyncio.create_task(
+        a._request("POST", f"/sandboxes/{sandbox.id}/exec", json={"script": "sleep 1; echo h"})
+    )
+    await asyncio.sleep(0.2)
+    moving = asyncio.create_task(sandbox.migrate(b.address))
+    late = [asyncio.create_task(box.exec(f"echo {n}")) for n in range(10) for box in (sandbox, other)]
+    await asyncio.sleep(0.1)
+    late += [asyncio.create_task(box.write(f"f{n}", b"x" * n)) for n in range(10) for box in (sandbox, other)]
+    await moving
+    assert b"".join([output.data async for output in followed]).split() == [b"%d" % n for n in range(1, 61)]
+    assert (await slow).text == "slow\n" and (await slow).exit_code == 3
+    assert [(await task).text for task in late[:20]] == [f"{n}\n" for n in range(10) for _ in range(2)]
+    await asyncio.gather(*late)
+    assert len(await other.list(".")) == 11
+    await of_other.send(b"me\n")
+    assert (await anext(aiter(of_other))).data == b"got me\n"
+    assert "aA==" not in (await over_http).text and (await over_http).json()["output"] == "aAo="
+    assert await a.list() == [] and [row["id"] for row in await b.list()] == [sandbox.id]
+    assert (await sandbox.exec("echo $E; hostname")).text == "e\nsandbox\n"
+    await asyncio.sleep(0.1)
+    assert witness.check() == 2
+    # There are saves, forks and moves from there, too, through either client, and the way back.
+    assert (await (await sandbox.fork()).exec("echo fork")).text == "fork\n"
+    await other.migrate(a.address)
+    assert (await sandbox.exec("echo back")).text == (await other.exec("echo back")).text == "back\n"
+    assert [row["id"] for row in await a.list()] == [sandbox.id]
+    await sandbox.kill()
+    with pytest.raises(SandboxLost, match="killed"):
+        await other.exec("true")
+
+
+async def test_clients_that_come_later_are_shown_the_way(nodes):
+    a, b = nodes
+    sandbox = await a.create(Template("moved"))
+    await sandbox.write("f", b"here")
+    await sandbox.migrate(b.address)
+    late = await a.connect(sandbox.id, sandbox.template)
+    assert await late.read("f") == b"here"
+    address = f"{a.address}/sandboxes/{sandbox.id}/files?path=f"
+    assert httpx.get(address).status_code == 308 and httpx.get(address, follow_redirects=True).content == b"here"
+    await a.end(sandbox.id, "killed")
+    with pytest.raises(SandboxLost):
+        await late.exec("true")
+
+
+async def test_from_a_pool_in_this_process(nodes, tmp_path):
+    _, b = nodes
+    async with SandboxPool(max_sandboxes=1, snapshots=tmp_path) as pool:
+        sandbox = await pool.create(Template("mine"))
+        process = await sandbox.start("for i in $(seq 50); do echo $i; sleep 0.02; done")
+        changes = sandbox.watch(".")
+        watching = asyncio.create_task(anext(changes))
+        slow = asyncio.create_task(sandbox.exec("sleep 0.7; echo slow"))
+        await asyncio.sleep(0.1)
+        await sandbox.migrate(b.address)
+        assert (await slow).text == "slow\n"
+        assert b"".join([output.data async for output in process]).split() == [b"%d" % n for n in range(1, 51)]
+        assert (await watching).kind == "lost"
+        await sandbox.write("new", b"")
+        assert (await anext(changes)).name == "new"
+        assert pool.alive == 0 and pool.stats().ended == {"moved": 1}
+        assert (await (await pool.create(Template("next"))).exec("echo next")).text == "next\n"
+    assert list(tmp_path.iterdir()) == []
+    assert (await sandbox.exec("echo there")).text == "there\n"  # it does not end with the pool
+    await sandbox.kill()
+
+
+async def test_one_that_is_paused_stays_so(nodes):
+    a, b = nodes
+    sandbox = await a.create(Template("paused"))
+    await sandbox.exec("(while true; do echo x >> ticks; sleep 0.01; done) &")
+    await sandbox.pause()
+    await sandbox.migrate(b.address)
+    waiting = asyncio.create_task(sandbox.exec("stat -c %s ticks"))
+    await asyncio.sleep(0.3)
+    assert not waiting.done()
+    await sandbox.resume()
+    assert int((await waiting).text) > 0
+
+
+async def test_its_template_goes_by_its_key(nodes, tmp_path):
+    """Both nodes have it; what is shared there is shared again."""
+    a, b = nodes
+    template = Template("warm", setup=("head -c 30000000 /dev/zero | tr '\\0' x > warm",))
+    sandbox = await a.create(template)
+    await sandbox.write("own", b"mine")
+    await sandbox.migrate(b.address)
+    assert (await sandbox.exec("stat -c %s warm; cat own")).text == "30000000\nmine"
+    [row] = await b.list()
+    assert row["private"] < 5_000_000 and row["shared"] == 30_000_000
+
+
+# What goes wrong: it goes on where it is
+
+
+async def test_a_node_that_cannot_take_it(nodes, tmp_path):
+    a, b = nodes
+    sandbox = await a.create(Template("stays"))
+    await start_counter(sandbox, "stays-counter")
+    full = [await b.create(Template("full")) for _ in range(6)]
+    for node, why in (
+        ("http://127.0.0.1:9", "launchers.sandboxd"),
+        (f"unix:{tmp_path}/none", "launchers.sandboxd"),
+        (b.address, "no place"),
+        (a.address, "here already"),
+    ):
+        with pytest.raises(SandboxError, match=why):
+            await sandbox.migrate(node)
+        assert (await sandbox.exec("echo on")).text == "on\n"
+    with pytest.raises(ConfigError, match="address"):
+        await sandbox.migrate("")
+    assert len(await a.list()) == 1 and len(processes("stays-counter")) == 1
+    await full[0].kill()
+    await sandbox.migrate(b.address)
+    assert (await sandbox.exec("echo moved")).text == "moved\n"
+
+
+async def test_what_arrives_damaged_is_refused(nodes, tmp_path):
+    a, _ = nodes
+    async with SandboxPool(max_sandboxes=1, snapshots=tmp_path) as pool:
+        saved = await (await pool.create(Template("sent"))).snapshot()
+        [snapshot] = await pool.snapshots()
+    from venusrl.sandbox.daemon.arrivals import outgoing
+
+    whole = b"".join([data async for data in outgoing(snapshot, tmp_path / saved, {"lease_s": 5.0})])
+    rng = random.Random(5)
+    header = 8 + int.from_bytes(whole[:8])
+    broken = [b"", whole[:4], whole[:100], whole[:-1], b"\xff" * 100, whole[:8] + b"[]" + whole[10:]]
+    for _ in range(10):
+        at = rng.randrange(header, len(whole))
+        broken.append(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    for data in broken:
+        answer = httpx.post(f"{a.address}/arrivals/sb-sent", content=data)
+        assert answer.status_code in (400, 500), answer.text
+        assert httpx.post(f"{a.address}/arrivals/sb-sent/commit").status_code == 404
+    assert (await a.health())["alive"] == 0
+    # And whole, but never told to commit: it can be taken back, once or twice, and then cannot be committed.
+    assert httpx.post(f"{a.address}/arrivals/sb-sent", content=whole).status_code == 201
+    assert httpx.get(f"{a.address}/arrivals/sb-sent").json() == {"state": "waiting"}
+    assert httpx.post(f"{a.address}/arrivals/sb-sent", content=whole).status_code == 500
+    for _ in range(2):
+        assert httpx.delete(f"{a.address}/arrivals/sb-sent").status_code == 204
+    assert httpx.post(f"{a.address}/arrivals/sb-sent/commit").status_code == 404
+    assert (await a.health())["alive"] == 0
+    # Committed twice, it runs once; then it cannot be taken back.
+    assert httpx.post(f"{a.address}/arrivals/sb-sent", content=whole).status_code == 201
+    assert [httpx.post(f"{a.address}/arrivals/sb-sent/commit").status_code for _ in range(2)] == [204, 204]
+    assert httpx.delete(f"{a.address}/arrivals/sb-sent").status_code == 409
+    assert len(await a.list()) == 1
+
+
+async def test_a_kill_while_it_moves(nodes):
+    a, b = nodes
+    for after in (0.02, 0.1, 0.2, 0.3):
+        sandbox = await a.create(Template("killed"))
+        await start_counter(sandbox, "killed-counter")
+        moving = asyncio.create_task(sandbox.migrate(b.address))
+        await asyncio.sleep(after)
+        await sandbox.kill()
+        await asyncio.wait({moving})
+        moving.exception()
+        await until(lambda: not processes("killed-counter"), 10)
+    await until_empty(a, b)
+
+
+async def until_empty(*nodes):
+    give_up = time.monotonic() + 10
+    while any([await node.list() for node in nodes]) or any([(await node.health())["alive"] for node in nodes]):
+        assert time.monotonic() < give_up
+        await asyncio.sleep(0.05)
+
+
+# A daemon that kills itself where it calls something, before that or after it.
+_DIES = """
+import os
+from venusrl.sandbox.daemon import arrivals, client
+from venusrl.sandbox import pool
+whole = {of}.{name}
+async def dies(*arguments):
+    if {before}: os.kill(os.getpid(), 9)
+    await whole(*arguments)
+    os.kill(os.getpid(), 9)
+{of}.{name} = dies
+"""
+
+
+@pytest.mark.parametrize(
+    "victim, where, before, outcome",
+    [
+        ("source", "client.Node.arrive", True, "lost"),
+        ("source", "client.Node.arrive", False, "lost"),
+        ("source", "client.Node.commit", True, "lost"),
+        ("source", "client.Node.commit", False, "there"),
+        ("source", "client.Node.take", True, "there"),
+        ("source", "client.Node.take", False, "there"),
+        ("target", "arrivals.Arrivals.receive", True, "here"),
+        ("target", "pool.SandboxPool.arrive", False, "here"),
+        ("target", "arrivals.Arrivals.receive", False, "here"),
+        ("target", "arrivals.Arrivals.commit", True, "here"),
+        ("target", "arrivals.Arrivals._activate", False, "here"),
+        ("target", "arrivals.Arrivals.commit", False, "here"),
+    ],
+)
+async def test_a_node_that_dies_at_a_step(victim, where, before, outcome):
+    """kill -9 of one of the daemons between any two steps: the sandbox is in one place, or lost with its node."""
+    of, _, name = where.rpartition(".")
+    code = _DIES.format(of=of, name=name, before=before)
+    async with two(*((code, "") if victim == "source" else ("", code))) as (a, b):
+        sandbox = await a.create(Template("moving"))
+        marker = f"counter-{victim}-{name}-{before}-"
+        witness = Witness(marker)
+        witness.start()
+        await start_counter(sandbox, marker)
+        slow = asyncio.create_task(sandbox.exec("sleep 0.5; echo slow"))
+        await asyncio.sleep(0.1)
+        with pytest.raises(SandboxError):
+            await sandbox.migrate(b.address)
+        if outcome == "lost":
+            with pytest.raises(SandboxLost, match="node-lost"):
+                await asyncio.wait_for(sandbox.exec("echo on"), 20)
+            with pytest.raises(SandboxLost):
+                await slow
+            await until(lambda: not processes(marker), 20)
+            assert await b.list() == [] and (await b.health())["alive"] == 0
+        else:
+            assert (await asyncio.wait_for(sandbox.exec("echo on"), 20)).text == "on\n"
+            assert (await slow).text == "slow\n"
+            where = a if outcome == "here" else b
+            assert [row["id"] for row in await where.list()] == [sandbox.id]
+            await until(lambda: len(processes(marker)) == 1)
+        await asyncio.sleep(0.2)
+        assert witness.check() <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["source", "target"])
+async def test_a_node_that_is_killed_at_any_moment(victim):
+    """kill -9 of a daemon anywhere on the way: the sandbox runs on in one place, or is lost with its node."""
+    rng = random.Random(victim)
+    outcomes = set()
+    for turn in range(12):
+        async with two() as (a, b):
+            sandbox = await a.create(Template("moving"))
+            marker = f"counter-{victim}-{turn}-"
+            witness = Witness(marker)
+            witness.start()
+            await start_counter(sandbox, marker)
+            await asyncio.sleep(0.1)
+            moving = asyncio.create_task(sandbox.migrate(b.address))
+            await asyncio.sleep(0.4 * (turn + rng.random()) / 12)
+            dead, other = (a, b) if victim == "source" else (b, a)
+            os.kill(dead.process.pid, 9)
+            try:
+                await asyncio.wait_for(moving, 30)
+                outcomes.add("moved")
+            except SandboxError:
+                outcomes.add("not moved")
+            try:
+                assert (await asyncio.wait_for(sandbox.exec("echo on"), 30)).text == "on\n"
+                assert sandbox.id in [row["id"] for row in await other.list()]
+                outcomes.add("on")
+            except SandboxLost:
+                outcomes.add("lost")
+                await until(lambda marker=marker: not processes(marker), 20)
+            await asyncio.sleep(0.2)
+            assert witness.check() <= 2
+            assert len(processes(marker)) <= 1
+    print(victim, outcomes)
+    if victim == "target":
+        assert "on" in outcomes

@@ -1,0 +1,188 @@
+"""Sandboxes on their way from one node to another: how they are sent, and how they wait at where they go.
+
+What is sent is a header, with what the snapshot is and who uses the sandbox, and then the snapshot's files, one after
+the other. An arrived sandbox does not run. It runs once the node that it comes from says so (commit), or is forgotten:
+when that node takes it back, or is not heard of for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import struct
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from venusrl.core.errors import ConfigError, SandboxError
+from venusrl.sandbox.client import ProcessSandbox
+from venusrl.sandbox.pool import SandboxPool
+from venusrl.sandbox.snapshots import Snapshot, from_record, to_record
+
+WAIT_S = 15.0  # that an arrived sandbox waits for its commit
+_LENGTH = struct.Struct("!Q")
+_MOST_HEADER = 64 << 20
+_CHUNK = 1 << 20
+
+
+async def outgoing(snapshot: Snapshot, folder: Path, about: dict) -> AsyncIterator[bytes]:
+    """The bytes that are sent; `about` says who uses it."""
+    header = json.dumps({"snapshot": to_record(snapshot), **about}).encode()
+    yield _LENGTH.pack(len(header)) + header
+    for name in snapshot.files:
+        with open(folder / name, "rb") as f:
+            while data := f.read(_CHUNK):
+                yield data
+
+
+class _Reader:
+    """Exact numbers of bytes of a stream that comes in parts."""
+
+    def __init__(self, parts: AsyncIterator[bytes]):
+        self._parts = parts
+        self._rest = b""
+
+    async def some(self, most: int) -> bytes:
+        """1 to `most` bytes."""
+        while not self._rest:
+            try:
+                self._rest = await anext(self._parts)
+            except StopAsyncIteration:
+                raise SandboxError("what came of the sandbox is not all of it") from None
+        data, self._rest = self._rest[:most], self._rest[most:]
+        return data
+
+    async def exactly(self, count: int) -> bytes:
+        parts = []
+        while count:
+            parts.append(await self.some(count))
+            count -= len(parts[-1])
+        return b"".join(parts)
+
+
+@dataclass
+class Arrival:
+    """One that is here, and does not run.
+
+    Attributes:
+      about: who uses it: {clients, jobs, watches, paused, lease_s}.
+    """
+
+    snapshot: Snapshot
+    folder: Path
+    about: dict
+    expiry: asyncio.TimerHandle | None = None
+    begun: asyncio.Task | None = None  # the activation, once it is told to commit
+
+
+class Arrivals:
+    """Args:
+    pool: of this node.
+    begin: called with a sandbox that runs here from now on, and who uses it.
+    """
+
+    def __init__(self, pool: SandboxPool, begin: Callable[[ProcessSandbox, dict], None]):
+        self._pool = pool
+        self._begin = begin
+        self._waiting: dict[str, Arrival] = {}
+        self._coming: set[str] = set()
+        self._ran: dict[str, None] = {}  # those that were told to commit, and did
+        self._tasks: set[asyncio.Task] = set()
+
+    async def receive(self, sandbox_id: str, parts: AsyncIterator[bytes]) -> None:
+        """Takes one; when this returns, it waits.
+
+        Raises:
+          SandboxError: something is wrong with it, or it cannot be here; nothing of it is left.
+        """
+        if sandbox_id in self._waiting or sandbox_id in self._coming:
+            raise SandboxError(f"sandbox {sandbox_id} is arriving already")
+        self._coming.add(sandbox_id)
+        store = self._pool.incoming()
+        folder = await asyncio.to_thread(store.stage)
+        try:
+            reader = _Reader(parts)
+            (size,) = _LENGTH.unpack(await reader.exactly(_LENGTH.size))
+            if size > _MOST_HEADER:
+                raise ConfigError(f"the header of an arriving sandbox has {size} bytes; at most {_MOST_HEADER}")
+            try:
+                about = json.loads(await reader.exactly(size))
+                snapshot = from_record(about.pop("snapshot"))
+            except (ValueError, KeyError, AttributeError, TypeError) as error:
+                raise ConfigError(f"the header of an arriving sandbox: {error!r}") from None
+            for name, (length, digest) in snapshot.files.items():
+                await _write(reader, folder / name, length, digest)
+            folder.chmod(0o711)  # as that of one that is checked out
+            await self._pool.arrive(sandbox_id, snapshot, folder)
+        except BaseException:
+            await asyncio.to_thread(store.discard, folder)
+            raise
+        finally:
+            self._coming.discard(sandbox_id)
+        arrival = self._waiting[sandbox_id] = Arrival(snapshot, folder, about)
+        arrival.expiry = asyncio.get_running_loop().call_later(WAIT_S, self._expire, sandbox_id)
+
+    async def commit(self, sandbox_id: str) -> bool:
+        """It runs from now on; again is the same. False: it is not here, and will not be."""
+        if sandbox_id in self._ran:
+            return True
+        arrival = self._waiting.get(sandbox_id)
+        if arrival is None:
+            return False
+        if arrival.begun is None:
+            arrival.expiry.cancel()
+            arrival.begun = asyncio.create_task(self._activate(sandbox_id, arrival))
+        await asyncio.shield(arrival.begun)
+        return True
+
+    async def _activate(self, sandbox_id: str, arrival: Arrival) -> None:
+        try:
+            sandbox = await self._pool.activate(
+                sandbox_id, arrival.snapshot, lambda sandbox: self._begin(sandbox, arrival.about)
+            )
+            self._ran[sandbox_id] = None
+            sandbox.when_lost(lambda reason: self._ran.pop(sandbox_id, None))
+            if not arrival.about.get("paused"):
+                await sandbox.resume()
+        except BaseException:
+            await self._pool.end(sandbox_id, "killed")
+            raise
+        finally:
+            del self._waiting[sandbox_id]
+            await asyncio.to_thread(self._pool.incoming().discard, arrival.folder)
+
+    async def refuse(self, sandbox_id: str) -> bool:
+        """It is not to run here. False: it does already."""
+        arrival = self._waiting.get(sandbox_id)
+        if sandbox_id in self._ran or (arrival is not None and arrival.begun is not None):
+            return False
+        if arrival is not None:
+            del self._waiting[sandbox_id]
+            arrival.expiry.cancel()
+            await self._pool.end(sandbox_id, "killed")
+            await asyncio.to_thread(self._pool.incoming().discard, arrival.folder)
+        return True
+
+    def state(self, sandbox_id: str) -> str | None:
+        """Whether it is "waiting" or "running"; None: it is not here."""
+        if sandbox_id in self._ran:
+            return "running"
+        return "waiting" if sandbox_id in self._waiting else None
+
+    def _expire(self, sandbox_id: str) -> None:
+        task = asyncio.create_task(self.refuse(sandbox_id))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _write(reader: _Reader, path: Path, length: int, digest: str) -> None:
+    found = hashlib.sha256()
+    with open(path, "xb") as f:
+        while length:
+            data = await reader.some(min(length, _CHUNK))
+            length -= len(data)
+            found.update(data)
+            f.write(data)
+    if found.hexdigest() != digest:
+        raise SandboxError(f"an arriving sandbox is damaged: {path.name} is not what was sent")
