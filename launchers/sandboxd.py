@@ -30,6 +30,10 @@ _SOCKET = flags.DEFINE_string("socket", "", "Path of a socket file to listen on,
 _MAX_SANDBOXES = flags.DEFINE_integer("max_sandboxes", 500, "Sandboxes at once.", lower_bound=1)
 _WAIT_S = flags.DEFINE_float("wait_s", 60.0, "Seconds that creation waits for a place.", lower_bound=0.0)
 _TEMPLATES = flags.DEFINE_string("templates", "", "Folder of built templates; empty: one of this user's.")
+_SNAPSHOTS = flags.DEFINE_string("snapshots", "", "Folder of saved sandboxes; empty: one of this user's.")
+_PEERS = flags.DEFINE_list(
+    "peers", [], "Daemons that sandboxes (of templates with oom=hold) move to for want of memory."
+)
 _LOWERS = flags.DEFINE_list("lowers", [], "Directories below which templates' lower directories may be.")
 _CHECK = flags.DEFINE_bool("check", False, "Says what works here, and ends.")
 
@@ -38,11 +42,15 @@ async def serve() -> None:
     """Until it is told to stop."""
     listener, address = listen_at(_SOCKET.value) if _SOCKET.value else listen(_HOST.value, _PORT.value)
     templates = _TEMPLATES.value or None
-    async with SandboxPool(max_sandboxes=_MAX_SANDBOXES.value, wait_s=_WAIT_S.value, templates=templates) as pool:
+    snapshots = _SNAPSHOTS.value or None
+    folders = {"templates": templates, "snapshots": snapshots}
+    limits = {"max_sandboxes": _MAX_SANDBOXES.value, "wait_s": _WAIT_S.value}
+    async with SandboxPool(**limits, **folders, on_pressure=lambda sandbox: daemon.pressed(sandbox)) as pool:
+        daemon = Daemon(pool, tuple(_LOWERS.value), tuple(_PEERS.value))
         if pool.host["mode"] == "single":
             logging.warning("not root: sandboxes are of one user, without cgroups of their own where the host has none")
         print(f"sandboxes at {address}", flush=True)
-        await answer(Daemon(pool, tuple(_LOWERS.value)).application, listener)
+        await answer(daemon.application, listener)
 
 
 def main(argv) -> None:

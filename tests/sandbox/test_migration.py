@@ -190,6 +190,47 @@ async def test_its_template_goes_by_its_key(nodes, tmp_path):
     assert row["private"] < 5_000_000 and row["shared"] == 30_000_000
 
 
+HOG = "python3 -I -S -c 'x = bytearray(1) * (120 << 20); print(len(x) >> 20)'"
+
+
+async def test_want_of_memory_moves_it(nodes, tmp_path):
+    """It stands still when it has used up what it was given, and goes on where there is more."""
+    _, b = nodes
+    moves = []
+    async with SandboxPool(
+        max_sandboxes=1,
+        snapshots=tmp_path,
+        on_pressure=lambda sandbox: moves.append(asyncio.create_task(sandbox.migrate(b.address))),
+    ) as pool:
+        if pool.host["cgroups"]["memory"] != "v1":
+            pytest.skip("no writable memory cgroup of version 1 on this host")
+        sandbox = await pool.create(Template("grows", memory_bytes=256 << 20, oom="hold"))
+        await pool.resize(sandbox, 64 << 20)
+        result = await sandbox.exec(HOG, timeout_s=30)
+        assert (result.text, result.exit_code, result.oom) == ("120\n", 0, False)
+        await asyncio.gather(*moves)
+        assert pool.stats().ended == {"moved": 1} and len(await b.list()) == 1
+
+
+async def test_want_of_memory_moves_it_between_daemons():
+    second, there = start_daemon("--max_sandboxes=2")
+    first, here = start_daemon("--max_sandboxes=2", f"--peers=http://127.0.0.1:9,{there}")
+    try:
+        async with Node(here) as a, Node(there) as b:
+            if (await a.health())["cgroups"]["memory"] != "v1":
+                pytest.skip("no writable memory cgroup of version 1 on this host")
+            sandbox = await a.create(Template("grows", memory_bytes=256 << 20, oom="hold"))
+            await a.resize(sandbox, 64 << 20)
+            assert (await sandbox.exec(HOG, timeout_s=30)).text == "120\n"
+            await until_empty(a)
+            assert [row["id"] for row in await b.list()] == [sandbox.id]
+            lost = await a.create(Template("alone", memory_bytes=80 << 20, oom="hold", oom_wait_s=1.0))
+            with pytest.raises(SandboxLost, match="oom"):  # there it has no more than here
+                await lost.exec(HOG, timeout_s=30)
+    finally:
+        end(first), end(second)
+
+
 # What goes wrong: it goes on where it is
 
 

@@ -15,6 +15,7 @@ _PREFIX = "venusrl-"
 # The pids cgroup is the backstop; RLIMIT_NPROC, which the command's shell sets (see agent), stops commands first, so
 # that the agent can always start another.
 _PIDS_HEADROOM = 8
+_SLACK_BYTES = 1 << 20  # what a group may take between two looks at what it has
 OPEN_FILES = 4096
 # A group has its share of the processors by being one: of equal weight with every other, however many run in it.
 CONTROLLERS = ("memory", "pids", "cpu")
@@ -159,7 +160,7 @@ class Group:
                 _write(f"{directory}/{file}", str(memory_bytes))
 
     def settle(self, memory_bytes: int, pids: int) -> None:
-        """Limits as a new group would have them; a memory that is over its limit keeps the one it has."""
+        """Limits as a new group would have them; one that has more memory already may keep that, and gets no more."""
         for directory in self._directories:
             if os.path.exists(f"{directory}/pids.max"):
                 _write(f"{directory}/pids.max", str(pids + _PIDS_HEADROOM))
@@ -169,6 +170,7 @@ class Group:
             except OSError as error:
                 if error.errno != errno.EBUSY:
                     raise
+                self.resize(self.usage()[0] + _SLACK_BYTES)
 
     def kill(self) -> None:
         """Every process that is in it."""

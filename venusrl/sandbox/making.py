@@ -113,6 +113,8 @@ class Making:
         self._link: SpawnerLink | None = None
         self._link_lock = asyncio.Lock()
         self._on_pressure = on_pressure
+        self._limits: dict[str, int] = {}  # of memory, of those that have another than their template's
+        self.short_of_memory: set[str] = set()  # those that have stood still for want of it, and got no more
         self._alive: dict[str, ProcessSandbox | None] = {}
         self._created = 0
         self._spawners = 0
@@ -209,8 +211,16 @@ class Making:
         if self._link is None or self._link.closed.is_set():
             raise SandboxLost(sandbox.id, sandbox.lost or "node-lost")
         await self._link.resize(sandbox.id, memory_bytes)
+        self._limits[sandbox.id] = memory_bytes
+        self.short_of_memory.discard(sandbox.id)
+
+    async def lend(self, sandbox: ProcessSandbox, memory_bytes: int) -> None:
+        """More memory than its limit is, which stays what it is to `resize`."""
+        limit = self._limits.get(sandbox.id, sandbox.template.memory_bytes)
+        await self._link.resize(sandbox.id, limit + memory_bytes)
 
     def _pressed(self, sandbox_id: str) -> None:
+        self.short_of_memory.add(sandbox_id)
         sandbox = self._alive.get(sandbox_id)
         if sandbox is not None:
             self._on_pressure(sandbox)
@@ -388,6 +398,8 @@ class Making:
             return
         sandbox = self._alive.pop(sandbox_id)
         self._histories.pop(sandbox_id, None)
+        self._limits.pop(sandbox_id, None)
+        self.short_of_memory.discard(sandbox_id)
         layer = self._layers.pop(sandbox_id, None)
         if layer is not None:
             self._leave(layer)

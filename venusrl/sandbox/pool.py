@@ -18,6 +18,7 @@ from venusrl.sandbox.snapshots import Snapshot, SnapshotStore, default_folder, m
 __all__ = ["PoolStats", "SandboxPool"]
 
 MOVED = "moved"
+_LENT_BYTES = 64 << 20  # for a moment, to one that stands still for want of memory
 
 
 class SandboxPool(Making):
@@ -246,7 +247,11 @@ class _Standstill:
     async def __aenter__(self) -> _Standstill:
         sandbox, link = self._sandbox, self._pool._link
         try:
-            self._berth = await sandbox.park()
+            parking = asyncio.create_task(sandbox.park())
+            if sandbox.id in self._pool.short_of_memory:  # it stops once it has got what it waits for
+                await asyncio.sleep(0)
+                await self._pool.lend(sandbox, _LENT_BYTES)
+            self._berth = await parking
             criu = self._pool.saver()
             await link.save(sandbox.id, str(self._folder), criu, sandbox.template.disk_bytes)
             self.snapshot = await asyncio.to_thread(self._describe)

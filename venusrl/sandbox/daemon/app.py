@@ -2,15 +2,18 @@
 
 POST /sandboxes {template or snapshot, lease_s}; GET /sandboxes; DELETE /sandboxes/ID?reason=; GET /health;
 POST /sandboxes/ID/snapshot; POST /sandboxes/ID/fork {lease_s}; GET /snapshots; DELETE /snapshots/ID;
-POST /sandboxes/ID/migrate {node}, and what nodes say to one another of that: /arrivals/ID (see arrivals.py). For
-clients that are not ours also POST /sandboxes/ID/exec, GET and PUT /sandboxes/ID/files?path=, and
-GET /sandboxes/ID/list?path=. Ours speaks frames (sandbox/wire.py) over the web socket /sandboxes/ID/agent.
+POST /sandboxes/ID/resize {memory_bytes}; POST /sandboxes/ID/migrate {node}, and what nodes say to one another of that:
+/arrivals/ID (see arrivals.py). For clients that are not ours also POST /sandboxes/ID/exec, GET and PUT
+/sandboxes/ID/files?path=, and GET /sandboxes/ID/list?path=. Ours speaks frames (sandbox/wire.py) over the web socket
+/sandboxes/ID/agent.
 
 A sandbox whose last client has gone ends when its lease does. Bytes in JSON are base64.
 """
 
 import asyncio
 import base64
+import logging
+from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from venusrl.core.errors import ConfigError, SandboxCapacity, SandboxLost, SandboxUnsupported, VenusError
+from venusrl.core.errors import ConfigError, SandboxCapacity, SandboxError, SandboxLost, SandboxUnsupported, VenusError
 from venusrl.sandbox.client import ProcessSandbox
 from venusrl.sandbox.codec import from_json, to_json
 from venusrl.sandbox.daemon.arrivals import Arrivals
@@ -59,10 +62,12 @@ class Daemon:
     """Args:
     pool: of this node; the daemon does not close it.
     lowers: directories of this host below which those of templates may be; whoever can connect can read them.
+    peers: addresses of other daemons, which sandboxes that are short of memory may move to; see `pressed`.
     """
 
-    def __init__(self, pool: SandboxPool, lowers: tuple[str, ...] = ()):
+    def __init__(self, pool: SandboxPool, lowers: tuple[str, ...] = (), peers: tuple[str, ...] = ()):
         self._pool = pool
+        self._peers = peers
         self._lowers = [Path(folder).resolve() for folder in lowers]
         self._held: dict[str, _Held] = {}
         self._reasons: dict[str, str] = {}
@@ -78,6 +83,7 @@ class Daemon:
                 Route("/sandboxes/{id}/snapshot", self._snapshot, methods=["POST"]),
                 Route("/sandboxes/{id}/fork", self._fork, methods=["POST"]),
                 Route("/sandboxes/{id}/migrate", self._migrate, methods=["POST"]),
+                Route("/sandboxes/{id}/resize", self._resize, methods=["POST"]),
                 Route("/arrivals/{id}", self._arrive, methods=["POST"]),
                 Route("/arrivals/{id}", self._refuse, methods=["DELETE"]),
                 Route("/arrivals/{id}", self._arrival),
@@ -141,7 +147,10 @@ class Daemon:
         node = (await _json(request)).get("node")
         if not isinstance(node, str) or not node:
             raise ConfigError(f"node={node!r}: give the address of the daemon that it is to move to")
-        sandbox_id = request.path_params["id"]
+        await self._move(request.path_params["id"], node)
+        return JSONResponse({"node": node})
+
+    async def _move(self, sandbox_id: str, node: str) -> None:
         held = self._get(sandbox_id)
         async with held.moving:
             self._get(sandbox_id)  # still here
@@ -156,10 +165,34 @@ class Daemon:
             if len(self._moved) > _MAX_REASONS:
                 del self._moved[next(iter(self._moved))]
             held.hub.release(node)
-        task = asyncio.create_task(self._leave(held.sandbox))
+        self._spawn(self._leave(held.sandbox))
+
+    def pressed(self, sandbox: ProcessSandbox) -> None:
+        """One that stands still for want of memory moves to the first of the other nodes that takes it."""
+        if self._peers:
+            self._spawn(self._rescue(sandbox.id))
+
+    async def _rescue(self, sandbox_id: str) -> None:
+        for node in self._peers:
+            try:
+                await self._move(sandbox_id, node)
+                return
+            except _Moved:
+                return
+            except SandboxError as error:
+                logging.warning("%s is short of memory, and cannot move to %s: %s", sandbox_id, node, error)
+
+    async def _resize(self, request: Request) -> Response:
+        memory_bytes = (await _json(request)).get("memory_bytes")
+        if not isinstance(memory_bytes, int) or memory_bytes <= 0:
+            raise ConfigError(f"memory_bytes={memory_bytes!r}: give a positive number of bytes")
+        await self._pool.resize(self._get(request.path_params["id"]).sandbox, memory_bytes)
+        return Response(status_code=204)
+
+    def _spawn(self, work: Coroutine) -> None:
+        task = asyncio.create_task(work)
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
-        return JSONResponse({"node": node})
 
     async def _leave(self, sandbox: ProcessSandbox) -> None:
         """Once those who asked here have been answered from there."""
@@ -211,12 +244,9 @@ class Daemon:
             del self._reasons[next(iter(self._reasons))]
 
     def _begin_lease(self, held: _Held) -> None:
-        def end() -> None:
-            task = asyncio.create_task(held.sandbox.kill("lease"))
-            self._ending.add(task)
-            task.add_done_callback(self._ending.discard)
-
-        held.expiry = asyncio.get_running_loop().call_later(held.lease_s, end)
+        held.expiry = asyncio.get_running_loop().call_later(
+            held.lease_s, lambda: self._spawn(held.sandbox.kill("lease"))
+        )
 
     async def _list(self, request: Request) -> Response:
         usage = await self._pool.usage()

@@ -125,6 +125,10 @@ class Node:
         with suppress(SandboxLost):
             await self._request("DELETE", f"/sandboxes/{sandbox_id}", params={"reason": reason})
 
+    async def resize(self, sandbox: ProcessSandbox, memory_bytes: int) -> None:
+        """As SandboxPool.resize."""
+        await self._request("POST", f"/sandboxes/{sandbox.id}/resize", json={"memory_bytes": memory_bytes})
+
     # Saved ones
 
     async def snapshot(self, sandbox: ProcessSandbox) -> str:
