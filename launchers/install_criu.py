@@ -16,8 +16,7 @@ from pathlib import Path
 
 from absl import app, flags, logging
 
-from venusrl.sandbox import criu
-from venusrl.sandbox.compiler import default_folder
+from venusrl.sandbox import programs
 
 _RELEASE = flags.DEFINE_string("release", "trixie", "Debian's release to take it from.")
 _MIRROR = flags.DEFINE_string("mirror", "", "Address of a Debian mirror; empty: the one that this system uses.")
@@ -75,7 +74,7 @@ def unpack(folder: Path, target: Path) -> None:
 
 def main(argv) -> None:
     del argv
-    path, _ = criu.find()
+    path, _ = programs.find_criu()
     if path is not None and not _FORCE.value:
         print(f"there is one already: {path}")
         return
@@ -83,9 +82,9 @@ def main(argv) -> None:
     if missing:
         logging.error("%s: not found; install CRIU 4.1 or newer with this system's means", ", ".join(missing))
         sys.exit(1)
-    home = default_folder()
+    home = programs.default_folder()
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    target = home / Path(criu.PROGRAM).parent
+    target = home / Path(programs.CRIU).parent
     try:
         with tempfile.TemporaryDirectory(dir=home) as folder:
             download(Path(folder))
@@ -96,8 +95,8 @@ def main(argv) -> None:
     except subprocess.CalledProcessError as error:
         logging.error("%s: it ended with %d; see above", " ".join(map(str, error.cmd))[:200], error.returncode)
         sys.exit(1)
-    criu.find.cache_clear()
-    path, why = criu.find()
+    programs.find_criu.cache_clear()
+    path, why = programs.find_criu()
     print(path or why)
     sys.exit(0 if path is not None else 1)
 

@@ -7,13 +7,20 @@ and for `exec_at_once_p50_ms` at once. `idle_mb` is what the kernel charges a sa
 pages and the kernel's for it (MB = 10^6 bytes). Sharing: a process in every sandbox reads 50 MB of warm state, once as
 its own memory, once as a file of a template that it maps; how many fit into a GiB is computed from what is charged, the
 template's one copy among it. `accounting_share` is the part of a core that measuring 500 sandboxes once a second takes.
+`checkpoint_s` and `restore_s` are of a
+sandbox with 25 MB of processes, whole calls; `image_over_dirty` is the bytes of the snapshot to those of its own memory
+(without the kernel's); `blackout_s` is the longest that a process in it stood still while it moved to another daemon.
 The last line is one JSON object.
 """
 
 import asyncio
+import itertools
 import json
+import logging
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,18 +28,21 @@ from pathlib import Path
 from absl import app, flags
 
 from venusrl.core.errors import SandboxError
-from venusrl.sandbox import SandboxPool, Template
+from venusrl.sandbox import Process, SandboxPool, Template
+from venusrl.sandbox.programs import find_criu
 
 _ALIVE = flags.DEFINE_integer("alive", 500, "Sandboxes at once.", lower_bound=1)
 _REPEATS = flags.DEFINE_integer("repeats", 100, "Sandboxes that are made one after another.", lower_bound=1)
 _THINK_S = flags.DEFINE_float("think_s", 0.01, "Seconds between the commands of a sandbox.", lower_bound=0.0)
 _SHARED = flags.DEFINE_integer("shared", 200, "Sandboxes of the template with warm state.", lower_bound=1)
+_SAVES = flags.DEFINE_integer("saves", 10, "Sandboxes that are saved, restored and moved.", lower_bound=1)
 _PRIVATE = flags.DEFINE_integer("private", 20, "Sandboxes with warm state of their own.", lower_bound=1)
 
 # A system's own interpreter where there is one: those with a shared library write 1 MB when they start.
 _PYTHON = "/usr/bin/python3" if os.path.exists("/usr/bin/python3") else "python3"
 WARM_BYTES = 50_000_000
 GIB, MB = 1 << 30, 1_000_000
+TREE_BYTES = 22_000_000  # of the tree of processes that is saved; shells and interpreters make it 25 MB
 EXECS = 5  # of each of those that are made one after another
 # One process each with the warm state, all of it touched; it says so, and waits.
 _TOUCH = "for at in range(0, len(warm), 4096): warm[at]"
@@ -109,6 +119,64 @@ async def charged(template: Template, script: str, count: int, templates: str) -
         return statistics.mean(used.private for used in usage.values()) if usage else float("nan")
 
 
+_HELD = f"import os; held = os.urandom({TREE_BYTES}); print(1, flush=True); input()"
+# Says when it is awake, every two milliseconds.
+_TICKS = "import time\nwhile True: print(time.time(), flush=True); time.sleep(0.002)"
+
+
+async def saved(templates: str) -> dict[str, float]:
+    """Seconds to save and to restore a tree of processes, and to move it; what is saved, to what was its own."""
+    taken, restored, stills, ratios = [], [], [], []
+    command = [sys.executable, "-m", "launchers.sandboxd", "--port=0", f"--templates={templates}"]
+    daemon = subprocess.Popen([*command, f"--snapshots={templates}/there"], stdout=subprocess.PIPE, text=True)
+    try:
+        address = daemon.stdout.readline().split()[-1]
+        async with SandboxPool(max_sandboxes=4, templates=templates, snapshots=f"{templates}/here") as pool:
+            for _ in range(_SAVES.value):
+                sandbox = await pool.create(Template("tree"))
+                held = await sandbox.start(f'exec {_PYTHON} -I -S -c "{_HELD}"', stdin=None)
+                await anext(aiter(held))
+                ticks = await sandbox.start(f'exec {_PYTHON} -I -S -c "{_TICKS}"')
+                own = (await pool.usage())[sandbox.id]
+                started = time.perf_counter()
+                snapshot = await sandbox.snapshot()
+                taken.append(time.perf_counter() - started)
+                [record] = await pool.snapshots()
+                ratios.append(record.bytes / (own.private - own.kernel))
+                started = time.perf_counter()
+                copy = await pool.restore(snapshot)
+                restored.append(time.perf_counter() - started)
+                await copy.kill()
+                await pool.delete_snapshot(snapshot)
+                moving = asyncio.create_task(sandbox.migrate(address))
+                stills.append(await longest_gap(ticks, moving))
+                await sandbox.kill()
+    finally:
+        daemon.terminate()
+        daemon.wait()
+        daemon.stdout.close()
+    return {
+        "checkpoint_s": statistics.median(taken),
+        "restore_s": statistics.median(restored),
+        "blackout_s": statistics.median(stills),
+        "image_over_dirty": statistics.median(ratios),
+    }
+
+
+async def longest_gap(ticks: Process, moving: asyncio.Task) -> float:
+    """Seconds that the process that ticks stood still at most, while it moved."""
+    began, until, rest, times = time.time(), None, b"", []
+    async for output in ticks:
+        *lines, rest = (rest + output.data).split(b"\n")
+        times += [float(line) for line in lines]
+        if moving.done():
+            moving.result()
+            until = until or time.time() + 0.1
+            if times and times[-1] > until:
+                break
+    return max(after - before for before, after in itertools.pairwise(at for at in times if at > began))
+
+
 def say(text: str, result: dict) -> None:
     print(text.format(**result), flush=True)
 
@@ -131,11 +199,19 @@ async def run(templates: str) -> dict:
     result |= {"private_mb": own / MB, "shared_mb": warm / MB}
     say("50 MB of warm state: {private_mb:.1f} MB each as their own, {shared_mb:.2f} MB as a template's", result)
     say("in a GiB: {per_gib_private:.0f} and {per_gib_shared:.0f}", result)
+    if find_criu()[0] is None:
+        print(f"not saved: {find_criu()[1]}")
+    else:
+        result |= await saved(templates)
+        say("25 MB of processes: saved in {checkpoint_s:.3f} s, restored in {restore_s:.3f} s", result)
+        say("what is saved is {image_over_dirty:.2f} of what was its own", result)
+        say("moved to another daemon: it stood still for {blackout_s:.3f} s", result)
     return {key: round(value, 4) for key, value in result.items()} | host
 
 
 def main(argv) -> None:
     del argv
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request otherwise
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps(asyncio.run(run(folder))))
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from venusrl.sandbox import SandboxPool, Template, criu
+from venusrl.sandbox import SandboxPool, Template
 from venusrl.sandbox.daemon.client import Node
+from venusrl.sandbox.programs import find_criu
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -87,6 +88,6 @@ def needs_memory_cgroup(pool):
 
 
 needs_criu = pytest.mark.skipif(
-    os.geteuid() != 0 or criu.find()[0] is None, reason="saves sandboxes; needs root, and launchers.install_criu"
+    os.geteuid() != 0 or find_criu()[0] is None, reason="saves sandboxes; needs root, and launchers.install_criu"
 )
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="sets up another user, needs root")

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 import pytest
 
 from venusrl.core.errors import SandboxUnsupported
-from venusrl.sandbox import SandboxPool, Template, compiler
+from venusrl.sandbox import SandboxPool, Template, programs
 
 _LETTERS = "aZ0 \"'\\/\b\t\x7fäé€\u2028\uffff𝄞🂡\ufeff"
 
@@ -70,30 +70,30 @@ async def test_a_name_that_is_too_long(sandbox):
 
 
 def test_it_is_compiled_once(tmp_path):
-    program, why = compiler.agent_program(tmp_path / "new")
-    assert why == "" and os.access(program, os.X_OK) and compiler.key() in program
+    program, why = programs.agent_program(tmp_path / "new")
+    assert why == "" and os.access(program, os.X_OK) and programs.agent_key() in program
     made = os.stat(program).st_mtime_ns
-    assert compiler.agent_program(tmp_path / "new") == (program, "") and os.stat(program).st_mtime_ns == made
+    assert programs.agent_program(tmp_path / "new") == (program, "") and os.stat(program).st_mtime_ns == made
     assert len(list((tmp_path / "new").iterdir())) == 1
 
 
 def test_one_that_another_could_have_put_there_is_not_run(tmp_path):
     tmp_path.chmod(0o777)
-    (tmp_path / f"agent-{compiler.key()}").write_text("#!/bin/sh\n")
-    program, why = compiler.agent_program(tmp_path)
+    (tmp_path / f"agent-{programs.agent_key()}").write_text("#!/bin/sh\n")
+    program, why = programs.agent_program(tmp_path)
     assert program is None and "chmod go-w" in why
 
 
 def test_a_compiler_that_fails_says_why(tmp_path, monkeypatch):
     monkeypatch.setenv("CC", str(shutil.which("false")))
-    program, why = compiler.agent_program(tmp_path)
+    program, why = programs.agent_program(tmp_path)
     assert program is None and "false failed" in why
     assert list(tmp_path.iterdir()) == []
 
 
 async def test_without_a_compiler_the_agent_is_the_python_one(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(compiler, "find_compiler", lambda: None)
+    monkeypatch.setattr(programs, "find_compiler", lambda: None)
     with caplog.at_level(logging.WARNING):
         async with SandboxPool(max_sandboxes=1) as pool:
             assert pool.host["agent"] == "python"

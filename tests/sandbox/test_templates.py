@@ -92,7 +92,7 @@ async def test_a_set_up_that_makes_too_much_is_stopped(pool, store):
 
 
 async def test_what_nobody_uses_is_let_go(pool, store, monkeypatch):
-    monkeypatch.setattr("venusrl.sandbox.pool.LINGER_S", 0.3)
+    monkeypatch.setattr("venusrl.sandbox.making.LINGER_S", 0.3)
     first, second = await pool.create(RANDOM), await pool.create(RANDOM)
     await first.kill()
     await asyncio.sleep(0.6)

@@ -1,45 +1,12 @@
-"""CRIU, which saves and restores process trees: where it is, and the commands to run.
+"""The commands by which CRIU saves and restores process trees, and what its files say."""
 
-Version 4.1 or newer (Debian 12 has 3.17, which cannot save anything on today's kernels); `launchers.install_criu` puts
-one into a folder of the user's, where it is found unless the search path has one that will do.
-"""
-
-import functools
+import os
 import re
-import shutil
-import subprocess
-from pathlib import Path
 
-from venusrl.sandbox.compiler import default_folder
-
-LEAST = (4, 1)
-PROGRAM = "criu/criu"  # below the folder of programs
 # What CRIU itself makes in the sandbox; every other mount is put there from outside.
 _ITS_OWN = ("/", "/proc", "/dev/pts")
 _COMMON = ("--manage-cgroups=ignore", "--file-locks", "--tcp-established", "--empty-ns", "net", "-v2")
 _ESCAPE = re.compile(r"\\([0-7]{3})")
-
-
-@functools.cache
-def find() -> tuple[str | None, str]:
-    """(its path or None, why there is none that will do)."""
-    why = "CRIU is not installed: python -m launchers.install_criu"
-    for path in filter(None, (shutil.which("criu"), str(default_folder() / PROGRAM))):
-        if Path(path).exists():
-            version = _version(path)
-            if version >= LEAST:
-                return path, ""
-            why = f"{path} is version {'.'.join(map(str, version))}, older than 4.1: python -m launchers.install_criu"
-    return None, why
-
-
-def _version(path: str) -> tuple[int, ...]:
-    try:
-        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    found = re.search(r"Version: (\d+)\.(\d+)", said)
-    return tuple(map(int, found.groups())) if found else ()
 
 
 def mounts(pid: int) -> list[str]:
@@ -87,11 +54,13 @@ def move_users(folder: str, old: int, new: int) -> None:
     Raises:
       ValueError: the image does not name the old ones twice, once for users and once for groups.
     """
-    [path] = Path(folder).glob("userns-*.img")
-    data = path.read_bytes()
-    if data.count(_varint(old)) != 2:
-        raise ValueError(f"{path.name} is no user namespace that begins at {old}")
-    path.write_bytes(data.replace(_varint(old), _varint(new)))
+    [name] = [name for name in os.listdir(folder) if name.startswith("userns-")]
+    with open(f"{folder}/{name}", "r+b") as f:
+        data = f.read()
+        if data.count(_varint(old)) != 2:
+            raise ValueError(f"{name} is no user namespace that begins at {old}")
+        f.seek(0)
+        f.write(data.replace(_varint(old), _varint(new)))
 
 
 def _varint(number: int) -> bytes:

@@ -18,11 +18,11 @@ from typing import Self
 from venusrl.core.errors import ConfigError, SandboxCapacity, SandboxError, SandboxLost, SandboxUnsupported
 from venusrl.sandbox.accounting import History, Usage
 from venusrl.sandbox.client import RANGE, ProcessSandbox
-from venusrl.sandbox.compiler import agent_program
 from venusrl.sandbox.contract import MIB, WORKSPACE, Template
 from venusrl.sandbox.gate import Gate
 from venusrl.sandbox.layers import Layer, LayerStore, count, default_folder
 from venusrl.sandbox.link import SpawnerLink
+from venusrl.sandbox.programs import agent_program
 from venusrl.sandbox.rootfs import PYTHON_HOME
 from venusrl.sandbox.shelf import Shelf
 from venusrl.sandbox.snapshots import Snapshot

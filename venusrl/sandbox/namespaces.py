@@ -4,6 +4,7 @@ Only ctypes. Every function raises OSError with the call's name, so that a refus
 """
 
 import ctypes
+import errno
 import os
 import signal
 
@@ -20,7 +21,7 @@ SANDBOX_NAMESPACES = (
 )
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
-MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
+MS_BIND, MS_REC, MS_PRIVATE, MS_SLAVE = 4096, 16384, 1 << 18, 1 << 19
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV, MOUNT_ATTR_NOEXEC = 1, 2, 4, 8
 _MOUNT_ATTR_IDMAP = 0x100000
 
@@ -178,10 +179,12 @@ def set_no_new_privs() -> None:
 
 def drop_bounding_set() -> None:
     """Empties the capability bounding set."""
-    with open("/proc/sys/kernel/cap_last_cap") as f:
-        last = int(f.read())
-    for capability in range(last + 1):
-        _prctl(_PR_CAPBSET_DROP, capability, f"drop capability {capability}")
+    prctl, drop, zero = _LIBC.prctl, _PR_CAPBSET_DROP, ctypes.c_ulong(0)
+    for capability in range(64):
+        if prctl(drop, ctypes.c_ulong(capability), zero, zero, zero) < 0:
+            if ctypes.get_errno() == errno.EINVAL:  # the kernel has no more
+                return
+            _check(-1, f"drop capability {capability}")
 
 
 def clear_capabilities() -> None:

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from venusrl.core.errors import SandboxError, SandboxLost, SandboxUnsupported
 from venusrl.sandbox.client import ProcessSandbox
-from venusrl.sandbox.compiler import key as agent_key
-from venusrl.sandbox.criu import find as find_criu
 from venusrl.sandbox.layers import Layer
 from venusrl.sandbox.making import Making, PoolStats, Restored
+from venusrl.sandbox.programs import agent_key, find_criu
 from venusrl.sandbox.snapshots import Snapshot, SnapshotStore, default_folder, machine, new_id
 
 __all__ = ["PoolStats", "SandboxPool"]

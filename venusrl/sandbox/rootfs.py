@@ -1,9 +1,12 @@
-"""The file system of a sandbox: a read-only view of the host's /usr and one private, sized tmpfs.
+"""The file system of a sandbox: a read-only root with a view of the host's /usr, and a private, sized tmpfs in it.
 
-One tmpfs holds the directories `root` (what becomes /, read-only) and the writable `workspace`, `tmp` and `shm`. A new
-sandbox's first process builds it within its namespaces, before it drops its privileges (`enter`); for one that is
-restored it is built from outside, and CRIU puts its parts in place (`assemble`).
+The tmpfs holds the writable `workspace`, `tmp` and `shm`. The root is the same for all; a spawner that may do so makes
+it once, in a mount namespace of its own (`prepare`). A new sandbox's first process puts both together within its
+namespaces, before it drops its privileges (`enter`); for one that is restored that is done from outside, and CRIU puts
+the parts in place (`assemble`).
 """
+
+from __future__ import annotations
 
 import os
 import stat
@@ -29,8 +32,9 @@ USER_ID = 1000
 HOSTNAME = "sandbox"
 PYTHON_HOME = "/opt/python"
 AGENT = "/opt/agent"
-# Covered by the tmpfs while the tree is built; any directory that always exists will do.
+# Covered by the tmpfs while the tree is built; any directories that always exist will do.
 _STAGE = "/tmp"
+PREPARED = "/run/venusrl"  # that others may pass, as the sandboxes' users must
 _MAX_INODES = 100_000
 _READ_ONLY = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV
 # Not nodev, which would make it unusable. Read-only guards the node; the device itself can be written.
@@ -68,19 +72,21 @@ class Host:
     Args:
       python: directory of the interpreter, shown at /opt/python; None: it has that of /usr.
       agent: path of the agent's program; None: there is none.
+      known_as: path by which others know the interpreter's directory.
     """
 
-    def __init__(self, python: str | None, agent: str | None):
+    def __init__(self, python: str | None, agent: str | None, known_as: str | None = None):
         self.python = python
         self.agent = agent
+        self.known_as = known_as or python
 
-    def open(self) -> dict[str, int]:
-        """Handles on what may lie below a directory (`/root`, mode 700) that the sandbox's own user cannot enter: taken
-        while this process still has the host user's rights, and to be closed."""
-        paths = {PYTHON_HOME: self.python, AGENT: self.agent}
-        return {target: os.open(path, os.O_PATH) for target, path in paths.items() if path is not None}
+    def opened(self) -> Host:
+        """The same by descriptors, of what may lie below a directory (`/root`, mode 700) that a sandbox's own user
+        cannot enter; to be taken while this process still has the host user's rights."""
+        paths = [path and f"/proc/self/fd/{os.open(path, os.O_PATH)}" for path in (self.python, self.agent)]
+        return Host(*paths, self.known_as)
 
-    def binds(self, stage: str, handles: dict[str, int] | None = None) -> list[tuple[str, str, int]]:
+    def binds(self, stage: str) -> list[tuple[str, str, int]]:
         """(target, source, flags) of each mount, in an order in which they can be made.
 
         /opt/python comes without its site-packages: what happens to be installed there would differ from host to host,
@@ -91,11 +97,9 @@ class Host:
         found += [(f"/{name}", f"/{name}", _READ_ONLY) for name in _PROGRAMS if _is_directory(f"/{name}")]
         found += [(path, path, _READ_ONLY | MOUNT_ATTR_NOEXEC) for path in _CONFIGURATION if os.path.exists(path)]
         found += [(f"/dev/{name}", f"/dev/{name}", _DEVICE) for name in _DEVICES]
-        sources = {PYTHON_HOME: self.python, AGENT: self.agent}
-        if handles is not None:
-            sources = {target: f"/proc/self/fd/{fd}" for target, fd in handles.items()}
-        found += [(target, source, _READ_ONLY) for target, source in sources.items() if source is not None]
-        library = f"{sources.get(PYTHON_HOME)}/lib"
+        parts = ((PYTHON_HOME, self.python), (AGENT, self.agent))
+        found += [(target, source, _READ_ONLY) for target, source in parts if source is not None]
+        library = f"{self.python}/lib"
         for name in os.listdir(library) if os.path.isdir(library) else ():
             if name.startswith("python3") and os.path.isdir(f"{library}/{name}/site-packages"):
                 found.append((f"{PYTHON_HOME}/lib/{name}/site-packages", f"{stage}/empty", _READ_ONLY))
@@ -123,33 +127,50 @@ class Layer:
         self.writable = writable
 
 
-def enter(disk_bytes: int, host: Host, handles: dict[str, int], layer: Layer | None = None) -> None:
-    """Builds the tree and makes it the root. OSError names the step that the host refused."""
-    mount("none", "/", None, MS_REC | MS_PRIVATE)
-    binds = host.binds(_STAGE, handles)
-    root = _skeleton(_STAGE, disk_bytes, USER_ID, host, binds)
+def prepare(host: Host, stage: str = PREPARED) -> str:
+    """Makes a root in this mount namespace; the returned directory is for `enter`."""
+    mount("tmpfs", stage, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
+    binds = host.binds(stage)
+    root = _skeleton(stage, host, binds)
     for target, source, flags in binds:
         mount(source, root + target, None, MS_BIND | MS_REC)
         set_mount_flags(root + target, flags, recursive=True)
-    for fd in handles.values():
-        os.close(fd)
+    set_mount_flags(root, _READ_ONLY, recursive=False)
+    return root
+
+
+def enter(disk_bytes: int, prepared: str | None, host: Host, layer: Layer | None = None) -> None:
+    """Completes a copy of the prepared root, or of one made here, and makes it the root.
+
+    Raises:
+      OSError: the host refused a step; the error names it.
+    """
+    mount("none", "/", None, MS_REC | MS_PRIVATE)
+    stage = _STAGE
+    if prepared is None:
+        mount("tmpfs", _STAGE, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
+        for name in ("prepared", "disk"):
+            os.mkdir(f"{_STAGE}/{name}")
+        prepared, stage = prepare(host, f"{_STAGE}/prepared"), f"{_STAGE}/disk"
+    _make_disk(stage, disk_bytes, USER_ID)
+    root = f"{stage}/root"
+    mount(prepared, root, None, MS_BIND | MS_REC)
     options = "newinstance,ptmxmode=0666,mode=620,max=64"
     mount("devpts", f"{root}/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, options)
     mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     if layer is not None:
-        _mount_layer(_STAGE, layer, USER_ID)
+        _mount_layer(stage, layer, USER_ID)
     for target, name, _ in OWN:
-        mount(f"{_STAGE}/{name}", root + target, None, MS_BIND)
-    mount(_STAGE, root + DISK, None, MS_BIND)
+        mount(f"{stage}/{name}", root + target, None, MS_BIND)
+    mount(stage, root + DISK, None, MS_BIND)
     set_mount_flags(root + DISK, _READ_ONLY | MOUNT_ATTR_NOEXEC, recursive=False)
-    set_mount_flags(root, _READ_ONLY, recursive=False)
     pivot_to(root)
 
 
 def assemble(
     stage: str, disk_bytes: int, base: int, host: Host, layer: Layer | None, mounts: list[str]
 ) -> dict[str, str]:
-    """Builds the same in the directory `stage`, as parts: a root that only has the places of the mounts, and by such a
+    """Makes the same in the directory `stage`, as parts: a root that only has the places of the mounts, and by such a
     place what belongs there, each a mount of its own that nothing is mounted in.
 
     Args:
@@ -161,11 +182,8 @@ def assemble(
     """
     binds = host.binds(stage)
     owner = base + USER_ID
-    root = _skeleton(stage, disk_bytes, owner, host, binds)
-    for folder, folders, files in os.walk(stage):
-        for path in (folder, *(f"{folder}/{name}" for name in (*folders, *files))):
-            if os.lstat(path).st_uid == 0:
-                os.lchown(path, base, base)
+    _make_disk(stage, disk_bytes, owner)
+    root = _skeleton(stage, host, binds)
     set_mount_flags(root, _READ_ONLY, recursive=False)
     if layer is not None:
         _mount_layer(stage, layer, owner)
@@ -194,17 +212,22 @@ def _source(place: str, binds: list[tuple[str, str, int]]) -> str:
     return path
 
 
-def _skeleton(stage: str, disk_bytes: int, owner: int, host: Host, binds: list[tuple[str, str, int]]) -> str:
-    """The tmpfs with its directories, and the root with all that is no mount; returns the root."""
-    root = f"{stage}/root"
+def _make_disk(stage: str, disk_bytes: int, owner: int) -> None:
+    """The tmpfs of one sandbox, with the directories that are the user's."""
     options = f"size={disk_bytes},nr_inodes={_MAX_INODES},mode=755"
     mount("tmpfs", stage, "tmpfs", MS_NOSUID | MS_NODEV, options)
-    for name in ("root", "empty"):
-        os.mkdir(f"{stage}/{name}", 0o755)
+    os.mkdir(f"{stage}/root", 0o755)
     for _, name, mode in OWN:
         os.mkdir(f"{stage}/{name}")
         os.chown(f"{stage}/{name}", owner, owner)
         os.chmod(f"{stage}/{name}", mode)
+
+
+def _skeleton(stage: str, host: Host, binds: list[tuple[str, str, int]]) -> str:
+    """The root, with all that is no mount, and the places of what is; returns its directory."""
+    root = f"{stage}/root"
+    for path in (root, f"{stage}/empty"):
+        os.makedirs(path, 0o755, exist_ok=True)
     mount(root, root, None, MS_BIND)
     for name in ("etc", "var", "dev", "dev/shm", "dev/pts", "opt", "proc", "run", "run/disk", "workspace", "tmp"):
         os.mkdir(f"{root}/{name}", 0o755)
@@ -222,10 +245,10 @@ def _skeleton(stage: str, disk_bytes: int, owner: int, host: Host, binds: list[t
             os.mkdir(root + target, 0o755)
         else:
             _write(root + target, "")
-    if host.python is not None:  # a link at the interpreter's own path, which its RPATH and scripts name
-        os.makedirs(os.path.dirname(root + host.python), exist_ok=True)
-        if not os.path.lexists(root + host.python):
-            os.symlink(PYTHON_HOME, root + host.python)
+    if host.known_as is not None:  # a link at the interpreter's own path, which its RPATH and scripts name
+        os.makedirs(os.path.dirname(root + host.known_as), exist_ok=True)
+        if not os.path.lexists(root + host.known_as):
+            os.symlink(PYTHON_HOME, root + host.known_as)
     return root
 
 

@@ -14,8 +14,8 @@ FILES = "files.tar"
 PLACES = "mounts.json"
 ERROR = "error"
 PID = "pid"
-_PLACE = "/run/venusrl"  # others may pass, as the sandbox's users must
-_ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+_PATH = ("/usr/sbin", "/usr/bin", "/sbin", "/bin")
+_ENVIRONMENT = {"PATH": ":".join(_PATH)}
 _TAR = ("tar", "--warning=no-file-ignored", "--xattrs", "--xattrs-include=user.*", "--sparse", "--numeric-owner")
 
 
@@ -59,18 +59,19 @@ def restore(request: dict, host: rootfs.Host, base: int) -> None:
     with _reported(folder):
         with open(f"{folder}/{PLACES}") as f:
             places = json.load(f)
-        os.makedirs(_PLACE, exist_ok=True)
+        os.makedirs(rootfs.PREPARED, exist_ok=True)
         namespaces.unshare(namespaces.CLONE_NEWNS)
         namespaces.mount("none", "/", None, namespaces.MS_REC | namespaces.MS_PRIVATE)
         layer = None
         if request["layer"] is not None:
             layer = rootfs.Layer(namespaces.mapped_mount(request["layer"], _users(base), False), True, False)
-        parts = rootfs.assemble(_PLACE, request["disk_bytes"], base, host, layer, places)
+        parts = rootfs.assemble(rootfs.PREPARED, request["disk_bytes"], base, host, layer, places)
         files = os.open(f"{folder}/{FILES}", os.O_RDONLY)
-        if _run([*_TAR, "-C", _PLACE, "-x", "--no-same-owner", "-p"], files, base + rootfs.USER_ID) != 0:
+        if _run([*_TAR, "-C", rootfs.PREPARED, "-x", "--no-same-owner", "-p"], files, base + rootfs.USER_ID) != 0:
             raise OSError(errno.EIO, "its files could not be written")
         criu.move_users(folder, request["base"], base)
-        command = criu.restore_command(request["criu"], folder, f"{_PLACE}/root", [parts[place] for place in places])
+        root = f"{rootfs.PREPARED}/root"
+        command = criu.restore_command(request["criu"], folder, root, [parts[place] for place in places])
         os.execve(command[0], command, _ENVIRONMENT)
 
 
@@ -135,6 +136,9 @@ def pid_of(folder: str) -> int:
 
 def _run(command: list[str], stdin: int = 0, user: int | None = None) -> int:
     """Its exit code, as another user where one is given."""
+    # Found before the fork: another user may not be able to import what os.execvp needs.
+    folders = [folder for folder in _PATH if os.access(f"{folder}/{command[0]}", os.X_OK)]
+    program = f"{folders[0]}/{command[0]}" if folders else command[0]
     pid = os.fork()
     if pid == 0:
         try:
@@ -145,7 +149,7 @@ def _run(command: list[str], stdin: int = 0, user: int | None = None) -> int:
                 os.setresgid(user, user, user)
                 os.setresuid(user, user, user)
                 os.umask(0)
-            os.execvpe(command[0], command, _ENVIRONMENT)
+            os.execve(program, command, _ENVIRONMENT)
         finally:
             os._exit(127)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

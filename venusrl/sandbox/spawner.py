@@ -92,6 +92,8 @@ class Spawner:
             limits.reap(mountinfo)
             self._cgroups = limits.detect(mountinfo, own.read())
         self._range_mode = os.geteuid() == 0 and _range_is_mapped()
+        self._prepared = self._prepare() if self._range_mode else None
+        self._seccomp = seccomp.program(os.uname().machine) if seccomp.supported(os.uname().machine) else None
         self._made = self._saves = 0
         self._boxes: dict[int, _Box] = {}
         self._helpers: dict[int, _Helper] = {}
@@ -100,12 +102,22 @@ class Spawner:
         self._owner_fd = os.pidfd_open(os.getppid())
         self._poll = select.poll()
 
+    def _prepare(self) -> str | None:
+        """The root of all sandboxes, in a mount namespace of this process; None where it may not have one."""
+        try:
+            os.makedirs(rootfs.PREPARED, exist_ok=True)
+            namespaces.unshare(namespaces.CLONE_NEWNS)
+            namespaces.mount("none", "/", None, namespaces.MS_REC | namespaces.MS_SLAVE)
+            return rootfs.prepare(self._host)
+        except OSError:
+            return None
+
     def run(self) -> None:
         """Serves until the owner is gone, then ends every sandbox."""
         self._poll.register(self._control.fileno(), select.POLLIN)
         self._poll.register(self._owner_fd, select.POLLIN)
         mode = "range" if self._range_mode else "single"
-        has_seccomp = seccomp.supported(os.uname().machine)
+        has_seccomp = self._seccomp is not None
         try:
             self._tell({"event": "hello", "mode": mode, "cgroups": self._cgroups.report, "seccomp": has_seccomp})
             while self._step():
@@ -487,7 +499,7 @@ class Spawner:
     def _confine(self, request: dict, layer: int | None = None) -> None:
         os.setsid()
         os.umask(0o022)
-        handles = self._host.open()
+        host = self._host if self._prepared is not None else self._host.opened()
         if self._range_mode:
             os.setgroups([])
             os.setresgid(0, 0, 0)
@@ -498,7 +510,7 @@ class Spawner:
             files = rootfs.Layer(layer, True, request["build"])
         elif request["layer"] is not None:  # the files are this user's, as the sandbox is
             files = rootfs.Layer(os.open(request["layer"], os.O_PATH | os.O_DIRECTORY), False, request["build"])
-        rootfs.enter(request["disk_bytes"], self._host, handles, files)
+        rootfs.enter(request["disk_bytes"], self._prepared, host, files)
         namespaces.drop_bounding_set()
         if self._range_mode:
             os.setresgid(rootfs.USER_ID, rootfs.USER_ID, rootfs.USER_ID)
@@ -506,9 +518,8 @@ class Spawner:
         namespaces.clear_capabilities()
         namespaces.set_no_new_privs()
         namespaces.set_dumpable(False)
-        machine = os.uname().machine
-        if seccomp.supported(machine):
-            namespaces.install_seccomp(seccomp.program(machine))
+        if self._seccomp is not None:
+            namespaces.install_seccomp(self._seccomp)
         # Last, for a change of credentials clears it. If the spawner died before, the pipe has ended already.
         namespaces.die_with_parent()
 

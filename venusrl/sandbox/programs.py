@@ -1,7 +1,12 @@
-"""Makes the agent's program from its source in `native/`, once for a host and a version of the source.
+"""The programs that sandboxes need: the agent's, which is made here, and CRIU, which is found.
 
-Any C compiler will do: $CC, cc, gcc, clang, or that of the `ziglang` package. Without one the agent is the Python one:
-the same, except that each sandbox has 2 MB more of its own, its commands start a little later, and it cannot be saved.
+The agent's is compiled from its source in `native/`, once for a host and a version of the source. Any C compiler will
+do: $CC, cc, gcc, clang, or that of the `ziglang` package. Without one the agent is the Python one: the same, but
+each sandbox has 2 MB more of its own, its commands start a little later, and it cannot be saved.
+
+CRIU saves and restores process trees. It has to be version 4.1 or newer (Debian 12 has 3.17, which cannot save anything
+on today's kernels); `launchers.install_criu` puts one into a folder of the user's, where it is found unless the search
+path has one that will do.
 """
 
 import functools
@@ -9,6 +14,7 @@ import hashlib
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import stat
 import subprocess
@@ -19,6 +25,8 @@ from pathlib import Path
 SOURCES = Path(__file__).parent / "native"
 _FLAGS = ("-std=gnu11", "-O2", "-Wall", "-Wextra")
 _WAIT_S = 120.0
+CRIU = "criu/criu"  # below the folder of programs
+LEAST_CRIU = (4, 1)
 
 
 def find_compiler() -> list[str] | None:
@@ -38,7 +46,7 @@ def default_folder() -> Path:
 
 
 @functools.cache
-def key() -> str:
+def agent_key() -> str:
     """Names a version of the source, on this kind of machine."""
     digest = hashlib.sha256(platform.machine().encode())
     for path in sorted(SOURCES.iterdir()):
@@ -52,7 +60,7 @@ def agent_program(folder: Path | None = None) -> tuple[str | None, str]:
     A program that somebody else could have put there is not used.
     """
     folder = default_folder() if folder is None else folder
-    path = folder / f"agent-{key()}"
+    path = folder / f"agent-{agent_key()}"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if _is_ours(folder) and path.exists() and _is_ours(path):
@@ -90,3 +98,25 @@ def _compile(compiler: list[str], path: Path) -> tuple[str | None, str]:
                 return str(path), ""
             said = done.stderr.strip()[-500:]
     return None, f"{' '.join(compiler)} failed: {said}"
+
+
+@functools.cache
+def find_criu() -> tuple[str | None, str]:
+    """(its path or None, why there is none that will do)."""
+    why = "CRIU is not installed: python -m launchers.install_criu"
+    for path in filter(None, (shutil.which("criu"), str(default_folder() / CRIU))):
+        if Path(path).exists():
+            version = _criu_version(path)
+            if version >= LEAST_CRIU:
+                return path, ""
+            why = f"{path} is version {'.'.join(map(str, version))}, older than 4.1: python -m launchers.install_criu"
+    return None, why
+
+
+def _criu_version(path: str) -> tuple[int, ...]:
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    found = re.search(r"Version: (\d+)\.(\d+)", said)
+    return tuple(map(int, found.groups())) if found else ()
