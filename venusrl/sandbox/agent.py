@@ -247,6 +247,9 @@ class Agent:
     def _op_connect(self, header: dict, body: bytes):
         """What is kept of the output so far; the rest follows. After its end, that again."""
         number = header["job"]
+        over = self._jobs.get(number)
+        if over is not None and over.status is not None:
+            self._finish(over)
         if number in self._ended:
             end, output = self._ended[number]
             self._send({"id": header["id"], "pid": 0}, output)

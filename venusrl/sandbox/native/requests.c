@@ -120,6 +120,8 @@ static void add_processes(struct bytes *to) {
 static int connect_to(int64_t request, const struct value *header) {
     bool missing = false;
     int64_t number = get_integer(header, "job", &missing), window = get_integer(header, "window", &missing);
+    struct job *over = missing ? NULL : find(number);
+    if (over && over->ended) finish(over);
     struct end *end = missing ? NULL : find_end(number);
     if (end) {
         answer(request, ",\"pid\":0", end->output.data, end->output.size);
