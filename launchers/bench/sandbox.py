@@ -4,7 +4,7 @@
 
 Times are medians of sandboxes and commands one after another; a command comes `--think_s` after the last one ended,
 and for `exec_at_once_p50_ms` at once. `idle_mb` is what the kernel charges a sandbox that has run one command, its own
-pages and the kernel's for it (MB = 10^6 bytes). Sharing: a process in every sandbox reads 50 MB of warm state, once as
+pages and the kernel's for it (MB = 10^6 bytes). Sharing: a process in every sandbox reads 50 MiB of warm state, once as
 its own memory, once as a file of a template that it maps; how many fit into a GiB is computed from what is charged, the
 template's one copy among it. `accounting_share` is the part of a core that measuring 500 sandboxes once a second takes.
 `checkpoint_s` and `restore_s` are of a
@@ -40,7 +40,7 @@ _PRIVATE = flags.DEFINE_integer("private", 20, "Sandboxes with warm state of the
 
 # A system's own interpreter where there is one: those with a shared library write 1 MB when they start.
 _PYTHON = "/usr/bin/python3" if os.path.exists("/usr/bin/python3") else "python3"
-WARM_BYTES = 50_000_000
+WARM_BYTES = 50 << 20
 GIB, MB = 1 << 30, 1_000_000
 TREE_BYTES = 22_000_000  # of the tree of processes that is saved; shells and interpreters make it 25 MB
 EXECS = 5  # of each of those that are made one after another
@@ -197,7 +197,7 @@ async def run(templates: str) -> dict:
     warm = await charged(Template("warm", setup=(_SETUP,)), _MAPPED, _SHARED.value, templates)
     result |= {"per_gib_private": GIB / own, "per_gib_shared": (GIB - WARM_BYTES) / warm}
     result |= {"private_mb": own / MB, "shared_mb": warm / MB}
-    say("50 MB of warm state: {private_mb:.1f} MB each as their own, {shared_mb:.2f} MB as a template's", result)
+    say("50 MiB of warm state: {private_mb:.1f} MB each as their own, {shared_mb:.2f} MB as a template's", result)
     say("in a GiB: {per_gib_private:.0f} and {per_gib_shared:.0f}", result)
     if find_criu()[0] is None:
         print(f"not saved: {find_criu()[1]}")

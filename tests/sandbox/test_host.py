@@ -11,8 +11,8 @@ import pytest
 
 from venusrl.core.errors import ConfigError
 from venusrl.sandbox import SandboxPool, host_report
-from venusrl.sandbox.limits import Hierarchy, read_oom_kills
-from venusrl.sandbox.output import Capture
+from venusrl.sandbox.agent.output import Capture
+from venusrl.sandbox.spawner.limits import Hierarchy, read_oom_kills
 
 from .conftest import needs_root
 
@@ -116,10 +116,10 @@ def test_nested_in_a_user_namespace(allowed):
 
 
 def test_spawner_stays_small():
-    script = "import sys; sys.path.insert(0, sys.argv[1]); import venusrl.sandbox.spawner; print(*sorted(sys.modules))"
+    script = "import sys; sys.path.insert(0, sys.argv[1]); import venusrl.sandbox.spawner.spawner; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-I", "-S", "-c", script, str(ROOT)], capture_output=True, text=True)
     loaded = set(done.stdout.split())
-    assert "venusrl.sandbox.agent" in loaded
+    assert "venusrl.sandbox.agent.agent" in loaded
     assert not loaded & {"asyncio", "dataclasses", "subprocess", "threading", "typing", "numpy", "jax"}
 
 

@@ -201,7 +201,7 @@ def baseline(pool):
     """What sandboxes take of their owner, spawner and host: descriptors, mounts, processes, mappings, cgroups."""
     spawner = f"/proc/{pool.spawner_pid}"
     mounts = [len(Path(f"{of}/mountinfo").read_text().splitlines()) for of in ("/proc/self", spawner)]
-    agents = len([pid for pid in processes("venusrl.sandbox.spawner") if parent(pid) == pool.spawner_pid])
+    agents = len([pid for pid in processes("venusrl.sandbox.spawner.spawner") if parent(pid) == pool.spawner_pid])
     descriptors = len(os.listdir("/proc/self/fd")), len(os.listdir(f"{spawner}/fd"))
     mappings = len(Path(f"{spawner}/maps").read_text().splitlines())
     return descriptors, mounts, agents, mappings, len(cgroups(pool.spawner_pid))

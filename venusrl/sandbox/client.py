@@ -11,8 +11,8 @@ from contextlib import suppress
 from typing import Protocol
 
 from venusrl.core.errors import ConfigError, SandboxLost, SandboxUnsupported
+from venusrl.sandbox.agent.files import CHUNK_BYTES
 from venusrl.sandbox.contract import MIB, ExecResult, FileChange, FileInfo, ProcessInfo, Template, check_env
-from venusrl.sandbox.files import CHUNK_BYTES
 from venusrl.sandbox.process import WINDOW_BYTES, RemoteProcess, check_size
 from venusrl.sandbox.wire import WireError, pack, read_frame
 

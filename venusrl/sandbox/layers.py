@@ -18,7 +18,7 @@ from pathlib import Path
 
 from venusrl.core.errors import SandboxError
 from venusrl.sandbox.contract import Template
-from venusrl.sandbox.holder import walk
+from venusrl.sandbox.spawner.holder import walk
 
 USER_ID = 1000  # owner of a layer's files, as rootfs.USER_ID
 _FORMAT = 1

@@ -12,13 +12,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from venusrl.core.errors import SandboxError, SandboxUnsupported
-from venusrl.sandbox import limits
-from venusrl.sandbox.spawner import PACKET_BYTES
+from venusrl.sandbox.spawner import limits
+from venusrl.sandbox.spawner.spawner import PACKET_BYTES
 
 _START_WAIT_S = 30.0
 _END_WAIT_S = 15.0
 # -I and -S: no user site, no environment, no .pth files; the import path is then the standard library and ours.
-_BOOT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from venusrl.sandbox.spawner import main; main(sys.argv[1:])"
+_BOOT = (
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); "
+    "from venusrl.sandbox.spawner.spawner import main; main(sys.argv[1:])"
+)
 
 
 class SpawnerLink:

@@ -23,9 +23,9 @@ from venusrl.sandbox.gate import Gate
 from venusrl.sandbox.layers import Layer, LayerStore, count, default_folder
 from venusrl.sandbox.link import SpawnerLink
 from venusrl.sandbox.programs import agent_program
-from venusrl.sandbox.rootfs import PYTHON_HOME
 from venusrl.sandbox.shelf import Shelf
 from venusrl.sandbox.snapshots import Snapshot
+from venusrl.sandbox.spawner.rootfs import PYTHON_HOME
 from venusrl.sandbox.wire import read_frame
 
 LINGER_S = 60.0  # that a layer without sandboxes stays in memory
@@ -78,7 +78,7 @@ class Making:
       python_prefix: directory of the interpreter that `python3` is inside; by default the owner's. One below /usr
         is there anyway and needs no bind.
       templates: folder of built templates, which pools may share; by default one of this user's.
-      agent: "native", the program that is compiled from sandbox/native; "python"; or "auto", native where that works.
+      agent: "native", the program that is compiled from agent/native; "python"; or "auto", native where that works.
       on_pressure: called with a sandbox that stands still for want of memory (Template.oom="hold"); see resize.
     """
 

@@ -1,7 +1,7 @@
 """The programs that sandboxes need: the agent's, which is made here, and CRIU, which is found.
 
-The agent's is compiled from its source in `native/`, once for a host and a version of the source. Any C compiler will
-do: $CC, cc, gcc, clang, or that of the `ziglang` package. Without one the agent is the Python one: the same, but
+The agent's is compiled from its source in `agent/native/`, once for a host and a version of the source. Any C compiler
+will do: $CC, cc, gcc, clang, or that of the `ziglang` package. Without one the agent is the Python one: the same, but
 each sandbox has 2 MB more of its own, its commands start a little later, and it cannot be saved.
 
 CRIU saves and restores process trees. It has to be version 4.1 or newer (Debian 12 has 3.17, which cannot save anything
@@ -22,7 +22,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-SOURCES = Path(__file__).parent / "native"
+SOURCES = Path(__file__).parent / "agent/native"
 _FLAGS = ("-std=gnu11", "-O2", "-Wall", "-Wextra")
 _WAIT_S = 120.0
 CRIU = "criu/criu"  # below the folder of programs

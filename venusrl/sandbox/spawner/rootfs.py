@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import stat
 
-from venusrl.sandbox.namespaces import (
+from venusrl.sandbox.spawner.namespaces import (
     MOUNT_ATTR_NODEV,
     MOUNT_ATTR_NOEXEC,
     MOUNT_ATTR_NOSUID,

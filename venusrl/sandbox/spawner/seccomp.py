@@ -8,7 +8,7 @@ libc then falls back to `clone`, whose flags are checked.
 
 import struct
 
-from venusrl.sandbox.namespaces import MACHINES
+from venusrl.sandbox.spawner.namespaces import MACHINES
 
 _X86_64 = {
     "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "swapon": 167, "swapoff": 168, "reboot": 169,

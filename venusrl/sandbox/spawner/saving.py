@@ -8,7 +8,7 @@ import errno
 import json
 import os
 
-from venusrl.sandbox import criu, namespaces, rootfs
+from venusrl.sandbox.spawner import criu, namespaces, rootfs
 
 FILES = "files.tar"
 PLACES = "mounts.json"

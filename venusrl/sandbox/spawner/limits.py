@@ -9,7 +9,7 @@ import os
 import resource
 import signal
 
-from venusrl.sandbox import namespaces
+from venusrl.sandbox.spawner import namespaces
 
 _PREFIX = "venusrl-"
 # The pids cgroup is the backstop; RLIMIT_NPROC, which the command's shell sets (see agent), stops commands first, so

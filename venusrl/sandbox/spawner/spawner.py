@@ -26,10 +26,10 @@ import sys
 import time
 from collections.abc import Callable
 
-from venusrl.sandbox import limits, namespaces, rootfs, saving, seccomp
-from venusrl.sandbox.agent import Agent
-from venusrl.sandbox.berth import ADOPTED, KEPT, meet
-from venusrl.sandbox.holder import hold
+from venusrl.sandbox.agent.agent import Agent
+from venusrl.sandbox.agent.berth import ADOPTED, KEPT, meet
+from venusrl.sandbox.spawner import limits, namespaces, rootfs, saving, seccomp
+from venusrl.sandbox.spawner.holder import hold
 from venusrl.sandbox.wire import pack
 
 PACKET_BYTES = 1 << 17

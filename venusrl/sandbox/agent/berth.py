@@ -9,7 +9,7 @@ import os
 import socket
 import struct
 
-from venusrl.sandbox.namespaces import set_namespace
+from venusrl.sandbox.spawner.namespaces import set_namespace
 
 _CREDENTIALS = struct.Struct("iII")
 # What the agent is told: its owner is as before, or another, who knows nothing of commands that run.

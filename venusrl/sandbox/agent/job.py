@@ -8,7 +8,7 @@ import struct
 import termios
 import time
 
-from venusrl.sandbox.output import Capture
+from venusrl.sandbox.agent.output import Capture
 
 SHELL = "/bin/bash"
 # The shell first limits its processes, and makes itself the kernel's choice, before the agent, when memory runs out.

@@ -18,13 +18,13 @@ import struct
 import time
 from collections.abc import Callable
 
-from venusrl.sandbox import files
-from venusrl.sandbox.berth import ADOPTED, Berth
-from venusrl.sandbox.job import Job, Spare
-from venusrl.sandbox.limits import process_limit, read_oom_kills
-from venusrl.sandbox.namespaces import set_dumpable
-from venusrl.sandbox.tree import outside
-from venusrl.sandbox.watch import Watcher
+from venusrl.sandbox.agent import files
+from venusrl.sandbox.agent.berth import ADOPTED, Berth
+from venusrl.sandbox.agent.job import Job, Spare
+from venusrl.sandbox.agent.tree import outside
+from venusrl.sandbox.agent.watch import Watcher
+from venusrl.sandbox.spawner.limits import process_limit, read_oom_kills
+from venusrl.sandbox.spawner.namespaces import set_dumpable
 from venusrl.sandbox.wire import WireError, pack, recv_frame
 
 WORKSPACE = "/workspace"
