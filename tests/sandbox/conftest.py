@@ -3,12 +3,15 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from venusrl.sandbox import SandboxPool, Template
 from venusrl.sandbox.daemon.client import Node
+from venusrl.sandbox.microvm.image import why_not as why_no_machines
+from venusrl.sandbox.microvm.pool import MachinePool
 from venusrl.sandbox.programs import find_criu
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,9 +60,25 @@ def daemon_address():
     assert end(daemon) == 0
 
 
-@pytest.fixture(params=["process", "python", "daemon"])
+@pytest.fixture(scope="session")
+def machines(tmp_path_factory):
+    """Folder of saved machines, which all tests share."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+        yield folder
+
+
+machine = pytest.param("machine", marks=[pytest.mark.slow, pytest.mark.machine])
+
+
+@pytest.fixture(params=["process", "python", "daemon", machine])
 async def pool(request, tmp_path):
-    """With the agent's program, with the Python agent, and behind a daemon."""
+    """With the agent's program, with the Python agent, behind a daemon, and as virtual machines."""
+    if request.param == "machine":
+        if why_no_machines():
+            pytest.skip(why_no_machines())
+        async with MachinePool(max_sandboxes=4, wait_s=10.0, templates=request.getfixturevalue("machines")) as pool:
+            yield pool
+        return
     if request.param != "daemon":
         agent = "python" if request.param == "python" else "native"
         async with SandboxPool(max_sandboxes=4, wait_s=10.0, agent=agent, snapshots=tmp_path / "snapshots") as pool:
@@ -72,6 +91,8 @@ async def pool(request, tmp_path):
             await node.end(sandbox["id"], "killed")
 
 
+# For tests that see a sandbox's processes from the host.
+on_host = pytest.mark.parametrize("pool", ["process", "python", "daemon"], indirect=True)
 # For tests that look behind a pool.
 in_process = pytest.mark.parametrize("pool", ["process"], indirect=True)
 

@@ -13,7 +13,7 @@ import pytest
 from venusrl.core.errors import SandboxCapacity, SandboxError, SandboxLost
 from venusrl.sandbox import Sandbox, SandboxPool, Template
 
-from .conftest import in_process, processes
+from .conftest import in_process, on_host, processes
 
 ROOT = str(Path(__file__).resolve().parents[2])
 
@@ -40,6 +40,7 @@ def test_implements_the_protocol():
     assert all(callable(getattr(ProcessSandbox, name)) for name in names)
 
 
+@on_host
 async def test_kill_fails_the_call_in_flight(sandbox):
     call = asyncio.create_task(sandbox.exec("sleep 984.5"))
     await until(lambda: processes("984.5"))

@@ -93,6 +93,11 @@ class ProcessSandbox:
         self._set_paused(paused)
         self._receiver = self._loop.create_task(self._receive())
 
+    def is_ready(self) -> None:
+        """Its agent has said so to another: it is a clone."""
+        if not self._ready.done():
+            self._ready.set_result(None)
+
     async def open(self, files: Mapping[str, bytes]) -> None:
         """Waits until the sandbox is set up, and writes its first files.
 
@@ -448,13 +453,14 @@ class ProcessSandbox:
 
     async def _receive(self) -> None:
         with suppress(asyncio.IncompleteReadError, WireError, ConnectionError, ValueError):
-            first, _ = await read_frame(self._reader)
-            if "setup_error" in first:
-                self._ready.set_exception(SandboxUnsupported(f"cannot make a sandbox: {first['setup_error']}"))
-            elif not self._ready.done():
-                self._ready.set_result(None)
             while True:
                 answer, body = await read_frame(self._reader)
+                if "setup_error" in answer:
+                    self._ready.set_exception(SandboxUnsupported(f"cannot make a sandbox: {answer['setup_error']}"))
+                    continue
+                if "ready" in answer:
+                    self.is_ready()
+                    continue
                 if "paused" in answer:
                     self._set_paused(answer["paused"])
                     self.foreign(answer, body)

@@ -69,6 +69,21 @@ class PoolStats:
     spawners: int = 0
 
 
+def variables(template: Template, path: str) -> dict[str, str]:
+    """What every command of the template's sandboxes sees; `path` is where its programs are."""
+    return {
+        "PATH": path,
+        "HOME": WORKSPACE,
+        "USER": "sandbox",
+        "LOGNAME": "sandbox",
+        "SHELL": "/bin/bash",
+        "LANG": "C.UTF-8",
+        "TERM": "dumb",
+        "PAGER": "cat",
+        **template.env,
+    }
+
+
 class Making:
     """Makes sandboxes, at most `max_sandboxes` at once: what SandboxPool is, but for saving them.
 
@@ -352,17 +367,7 @@ class Making:
                 self._link = None
 
     def _request(self, template: Template) -> dict:
-        env = {
-            "PATH": f"{self._python_bin}:{_PATH}",
-            "HOME": WORKSPACE,
-            "USER": "sandbox",
-            "LOGNAME": "sandbox",
-            "SHELL": "/bin/bash",
-            "LANG": "C.UTF-8",
-            "TERM": "dumb",
-            "PAGER": "cat",
-            **template.env,
-        }
+        env = variables(template, f"{self._python_bin}:{_PATH}")
         names = ("memory_bytes", "pids", "file_bytes", "disk_bytes", "output_bytes", "ttl_s", "oom", "oom_wait_s")
         return {"env": env, **{name: getattr(template, name) for name in names}}
 

@@ -45,22 +45,35 @@ def default_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "venusrl"
 
 
-@functools.cache
-def agent_key() -> str:
-    """Names a version of the source, on this kind of machine."""
+def _digest(sources: list[Path]) -> str:
     digest = hashlib.sha256(platform.machine().encode())
-    for path in sorted(SOURCES.iterdir()):
+    for path in sources:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
+@functools.cache
+def agent_key() -> str:
+    """Names a version of the agent's source, on this kind of machine."""
+    return _digest(sorted(SOURCES.iterdir()))
+
+
 def agent_program(folder: Path | None = None) -> tuple[str | None, str]:
-    """(path of the program or None, why there is none). Takes two seconds where it is not there yet.
+    """(path of the agent's program or None, why there is none). Takes two seconds where it is not there yet."""
+    return compile_program("agent", sorted(SOURCES.iterdir()), folder)
+
+
+def compile_program(name: str, sources: list[Path], folder: Path | None = None) -> tuple[str | None, str]:
+    """(path of a program or None, why there is none).
 
     A program that somebody else could have put there is not used.
+
+    Args:
+      sources: files in C, and headers.
+      folder: of programs; by default that of this user's.
     """
     folder = default_folder() if folder is None else folder
-    path = folder / f"agent-{agent_key()}"
+    path = folder / f"{name}-{_digest(sources)}"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if _is_ours(folder) and path.exists() and _is_ours(path):
@@ -70,7 +83,7 @@ def agent_program(folder: Path | None = None) -> tuple[str | None, str]:
             return None, "no C compiler: install gcc, or the Python package ziglang"
         if not _is_ours(folder):
             return None, f"{folder} can be written by others: chmod go-w it"
-        return _compile(compiler, path)
+        return _compile(compiler, [str(source) for source in sources if source.suffix == ".c"], path)
     except OSError as error:
         return None, f"{folder}: {error.strerror}; give XDG_CACHE_HOME a folder that can be written"
 
@@ -80,13 +93,12 @@ def _is_ours(path: Path) -> bool:
     return info.st_uid == os.geteuid() and not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def _compile(compiler: list[str], path: Path) -> tuple[str | None, str]:
+def _compile(compiler: list[str], sources: list[str], path: Path) -> tuple[str | None, str]:
     """Linked statically where the host has what that takes: it starts sooner."""
-    sources = [str(source) for source in sorted(SOURCES.glob("*.c"))]
     said = ""
     for link in (["-static"], []):
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder) / "agent"
+            made = Path(folder) / "program"
             command = [*compiler, *_FLAGS, *link, "-o", str(made), *sources, "-lm"]
             try:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=_WAIT_S)

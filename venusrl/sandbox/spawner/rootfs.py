@@ -55,7 +55,7 @@ _LINKS = {
     "var/tmp": "/tmp",
     "etc/mtab": "/proc/mounts",
 }
-_ETC = {
+ETC = {
     "passwd": "root:x:0:0:root:/:/usr/sbin/nologin\nsandbox:x:1000:1000:sandbox:/workspace:/bin/bash\n"
     "nobody:x:65534:65534:nobody:/:/usr/sbin/nologin\n",
     "group": "root:x:0:\nsandbox:x:1000:\nnogroup:x:65534:\n",
@@ -234,7 +234,7 @@ def _skeleton(stage: str, host: Host, binds: list[tuple[str, str, int]]) -> str:
     for name in _PROGRAMS:
         if os.path.islink(f"/{name}"):
             os.symlink(os.readlink(f"/{name}"), f"{root}/{name}")
-    for name, text in _ETC.items():
+    for name, text in ETC.items():
         _write(f"{root}/etc/{name}", text)
     for path, target in _LINKS.items():
         os.symlink(target, f"{root}/{path}")

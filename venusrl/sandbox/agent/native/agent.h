@@ -52,15 +52,15 @@ const char *get_text(const struct value *map, const char *key);
 bool is(const struct value *map, const char *key, const char *text);
 void add_text(struct bytes *to, const char *data, size_t size); /* with its quotes */
 
-/* wire.c: frames on a socket. Both end the agent when the other side is gone. */
+/* wire.c: frames on a socket, or a port of a virtual machine. Both end the agent when the other side is gone. */
 
 struct frame {
     char *head, *body;
     size_t head_size, body_size;
 };
 
-struct frame receive(int socket);
-void send_frame(int socket, const struct bytes *head, const char *body, size_t body_size);
+struct frame receive(int fd);
+void send_frame(int fd, const struct bytes *head, const char *body, size_t body_size);
 
 /* output.c: the head and the tail of a stream of any length */
 

@@ -17,7 +17,7 @@ static struct end ended[MOST_ENDED];
 static size_t ended_count; /* ever */
 
 int64_t oom_kills(void) {
-    char text[4096];
+    static char text[16384]; /* a cgroup's counters, or a guest's whole /proc/vmstat */
     ssize_t size = here.oom < 0 ? -1 : pread(here.oom, text, sizeof text - 1, 0);
     if (size <= 0) return 0;
     text[size] = 0;

@@ -1,0 +1,188 @@
+"""What a guest boots: a Linux kernel of Debian's, and a file system with the host's own programs, made once.
+
+The file system is an initramfs: bash, the usual tools and Python of this host with the libraries that they need, the
+kernel's modules for its ports, the first process (`guest.c`) and the agent. It is not compressed, for a guest without
+hardware virtualization unpacks slowly.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from venusrl.core.errors import SandboxUnsupported
+from venusrl.sandbox.programs import agent_program, compile_program, default_folder
+from venusrl.sandbox.spawner import seccomp
+from venusrl.sandbox.spawner.rootfs import ETC
+
+QEMU = "qemu-system-x86_64"
+_MODULES = ("virtio", "virtio_ring", "virtio_pci_modern_dev", "virtio_pci_legacy_dev", "virtio_pci", "virtio_console")
+_PROGRAMS = (
+    "bash sh ls cat head tail wc sort cut tr mkdir rmdir rm mv cp ln chmod touch stat sleep seq true false echo "
+    "printf date id env du df dd od md5sum sha1sum sha256sum mktemp readlink realpath basename dirname tee uniq "
+    "xargs find grep sed awk tar gzip ps kill pgrep pkill hostname stty tty timeout setsid nohup expr test diff "
+    "comm paste fold rev yes nproc uname whoami pwd mkfifo truncate split shuf cmp which python3 git patch make"
+).split()
+_PYTHON_LEAVES_OUT = ("test", "idlelib", "tkinter", "ensurepip", "dist-packages", "site-packages", "__pycache__")
+
+
+@dataclass(frozen=True)
+class Image:
+    """Attributes:
+    kernel, initramfs: paths of what is booted.
+    key: names this version of both.
+    """
+
+    kernel: Path
+    initramfs: Path
+    key: str
+
+
+def find_image(folder: Path | None = None) -> Image:
+    """The image of this host, made where it is not there yet (ten seconds).
+
+    Raises:
+      SandboxUnsupported: something that it takes is missing; the message says what would bring it.
+    """
+    folder = default_folder() if folder is None else folder
+    kernel = find_kernel(folder)
+    agent, why = agent_program(folder)
+    if agent is None:
+        raise SandboxUnsupported(f"a guest needs the agent's program: {why}")
+    guest, why = compile_program("guest", [Path(__file__).parent / "guest.c"], folder)
+    if guest is None:
+        raise SandboxUnsupported(f"a guest needs its first process: {why}")
+    parts = [kernel.name, Path(agent).name, Path(guest).name, sys.version, Path(__file__).read_text()]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    path = folder / f"guest-{key}.cpio"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            root = Path(scratch) / "root"
+            _fill(root, kernel, Path(agent), Path(guest))
+            made = Path(scratch) / "image"
+            with open(made, "wb") as f:
+                f.writelines(cpio(root))
+            made.rename(path)
+    return Image(kernel, path, key)
+
+
+def find_kernel(folder: Path) -> Path:
+    """A kernel with its modules beside it: below the folder of programs, or the newest of the host's own."""
+    for top in (folder / "kernel", Path("/")):
+        kernels = sorted((top / "boot").glob("vmlinuz-*"))
+        for kernel in reversed(kernels):
+            if (_modules_of(kernel) / "kernel/drivers/char/virtio_console.ko").exists():
+                return kernel
+    raise SandboxUnsupported("no kernel for guests: python -m launchers.install_kernel")
+
+
+def _modules_of(kernel: Path) -> Path:
+    return kernel.parent.parent / "lib/modules" / kernel.name.removeprefix("vmlinuz-")
+
+
+def _fill(root: Path, kernel: Path, agent: Path, guest: Path) -> None:
+    for name in ("bin", "dev", "etc", "lib", "lib64", "opt", "proc", "run", "sbin", "sys", "tmp", "usr/bin", "var"):
+        (root / name).mkdir(parents=True, exist_ok=True)
+    for name in ("workspace", "disk", "modules", "dev/shm"):
+        (root / name).mkdir(parents=True, exist_ok=True)
+    for name, text in ETC.items():
+        (root / "etc" / name).write_text(text)
+    shutil.copy2(guest, root / "init")
+    shutil.copy2(agent, root / "opt/agent")
+    found = {path.name: path for path in (_modules_of(kernel)).rglob("*.ko")}
+    for name in _MODULES:
+        shutil.copy2(found[f"{name}.ko"], root / "modules" / f"{name}.ko")
+    (root / "filter").write_bytes(seccomp.program(platform.machine()))
+    (root / "modules/list").write_text("".join(f"{name}.ko\n" for name in _MODULES))
+    for name in _PROGRAMS:
+        program = shutil.which(name, path="/usr/bin:/bin:/usr/sbin:/sbin")
+        if program is not None:
+            _copy_program(root, Path(program))
+            link = root / "bin" / name
+            if not link.exists():
+                link.symlink_to(f"/usr/bin/{name}")
+    _copy_python(root)
+
+
+def _copy_program(root: Path, program: Path) -> None:
+    """A program under the name that it is called by, and every library that it takes."""
+    source = program.resolve()
+    target = root / "usr/bin" / program.name
+    if not target.exists():
+        shutil.copy2(source, target)
+    for library in libraries(source):
+        place = root / library.relative_to("/")
+        if not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(library.resolve(), place)
+
+
+def libraries(program: Path) -> list[Path]:
+    """Paths of the shared libraries that a program loads, as it names them."""
+    said = subprocess.run(["ldd", program], capture_output=True, text=True)
+    return [Path(path) for path in re.findall(r"(?:=> |^\s*)(/\S+) \(0x", said.stdout, re.M)]
+
+
+def _copy_python(root: Path) -> None:
+    """The standard library of the system's own Python, where it has one, and the libraries of its modules."""
+    python = shutil.which("python3", path="/usr/bin")
+    if python is None:
+        return
+    version = Path(python).resolve().name
+    library = Path("/usr/lib") / version
+    ignored = shutil.ignore_patterns(*_PYTHON_LEAVES_OUT)
+    shutil.copytree(library, root / "usr/lib" / version, ignore=ignored, symlinks=False, dirs_exist_ok=True)
+    for module in (root / "usr/lib" / version).rglob("*.so"):
+        for needed in libraries(module):
+            place = root / needed.relative_to("/")
+            if not place.exists():
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(needed.resolve(), place)
+
+
+def cpio(root: Path) -> Iterator[bytes]:
+    """The files below a directory as an archive of the kind that Linux unpacks when it starts ("newc"), all root's."""
+    number = 0
+    for folder, folders, files in os.walk(root):
+        for name in sorted([*folders, *files]):
+            path = Path(folder) / name
+            info = path.lstat()
+            data = b""
+            if stat.S_ISLNK(info.st_mode):
+                data = os.readlink(path).encode()
+            elif stat.S_ISREG(info.st_mode):
+                data = path.read_bytes()
+            number += 1
+            yield _entry(str(path.relative_to(root)), info.st_mode, number, data)
+    yield _entry("TRAILER!!!", 0, 0, b"")
+
+
+def _entry(name: str, mode: int, number: int, data: bytes) -> bytes:
+    fields = (number, mode, 0, 0, 1, 0, len(data), 0, 0, 0, 0, len(name) + 1, 0)
+    head = b"070701" + b"".join(b"%08X" % field for field in fields) + name.encode() + b"\0"
+    return head + b"\0" * (-len(head) % 4) + data + b"\0" * (-len(data) % 4)
+
+
+@functools.cache
+def why_not() -> str:
+    """Why no guest can be made here, or nothing."""
+    if platform.machine() != "x86_64":
+        return f"guests are built for x86_64 only, this is {platform.machine()}"
+    if shutil.which(QEMU) is None:
+        return f"{QEMU} is not installed: apt-get install --no-install-recommends qemu-system-x86"
+    try:
+        find_kernel(default_folder())
+    except SandboxUnsupported as error:
+        return str(error)
+    return ""
