@@ -36,7 +36,8 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
-	$(CC) -std=gnu11 -Wall -Wextra -Wconversion -Werror -fsyntax-only venusrl/sandbox/agent/native/*.c
+	$(CC) -std=gnu11 -O2 -Wall -Wextra -Wconversion -Werror -fsyntax-only \
+	  venusrl/sandbox/agent/native/*.c venusrl/sandbox/microvm/guest.c
 
 # Minutes long: kill -9 and resume of whole runs.
 test-slow: setup
@@ -45,6 +46,8 @@ test-slow: setup
 # Every sandbox test, those that take minutes among them: hogs and their neighbours, hundreds at once, hundreds in turn.
 test-sandbox: setup
 	-$(BIN)/python -m launchers.install_criu
+	-command -v qemu-system-x86_64 || apt-get install -qq -y --no-install-recommends qemu-system-x86
+	-$(BIN)/python -m launchers.install_kernel
 	$(BIN)/python -m pytest -m "slow or not slow" tests/sandbox $(ARGS)
 
 # Against other implementations of the same thing (llama.cpp); installs the parity extra.

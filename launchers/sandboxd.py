@@ -15,13 +15,15 @@ has gone ends when its lease does.
 import asyncio
 import json
 import logging as std_logging
+import os
 import sys
 
 from absl import app, flags, logging
 
-from venusrl.core.errors import VenusError
+from venusrl.core.errors import ConfigError, VenusError
 from venusrl.core.listening import answer, listen, listen_at
-from venusrl.sandbox import SandboxPool, host_report
+from venusrl.sandbox import SandboxPool
+from venusrl.sandbox.check import backends
 from venusrl.sandbox.daemon.app import Daemon
 
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on. There is no authentication: keep it private.")
@@ -31,6 +33,9 @@ _MAX_SANDBOXES = flags.DEFINE_integer("max_sandboxes", 500, "Sandboxes at once."
 _WAIT_S = flags.DEFINE_float("wait_s", 60.0, "Seconds that creation waits for a place.", lower_bound=0.0)
 _TEMPLATES = flags.DEFINE_string("templates", "", "Folder of built templates; empty: one of this user's.")
 _SNAPSHOTS = flags.DEFINE_string("snapshots", "", "Folder of saved sandboxes; empty: one of this user's.")
+_KEY_FILE = flags.DEFINE_string(
+    "key_file", "", "File with the key of the nodes that sandboxes may move between; empty: none come here."
+)
 _PEERS = flags.DEFINE_list(
     "peers", [], "Daemons that sandboxes (of templates with oom=hold) move to for want of memory."
 )
@@ -38,15 +43,32 @@ _LOWERS = flags.DEFINE_list("lowers", [], "Directories below which templates' lo
 _CHECK = flags.DEFINE_bool("check", False, "Says what works here, and ends.")
 
 
+def read_key(path: str) -> str:
+    """What nodes that trust one another have in common. ConfigError for a file that others can read, or is short."""
+    try:
+        with open(path) as f:
+            key, mode = f.read().strip(), os.fstat(f.fileno()).st_mode
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--key_file={path}: {error}") from None
+    if mode & 0o077:
+        raise ConfigError(f"--key_file={path}: others can read it; chmod 600 it")
+    if not 16 <= len(key) <= 4096 or not key.isascii() or not key.isprintable():
+        raise ConfigError(
+            f"--key_file={path}: give 16 to 4096 printable ASCII characters, such as of openssl rand -hex 32"
+        )
+    return key
+
+
 async def serve() -> None:
     """Until it is told to stop."""
     listener, address = listen_at(_SOCKET.value) if _SOCKET.value else listen(_HOST.value, _PORT.value)
     templates = _TEMPLATES.value or None
     snapshots = _SNAPSHOTS.value or None
-    folders = {"templates": templates, "snapshots": snapshots}
+    key = read_key(_KEY_FILE.value) if _KEY_FILE.value else ""
+    folders = {"templates": templates, "snapshots": snapshots, "key": key}
     limits = {"max_sandboxes": _MAX_SANDBOXES.value, "wait_s": _WAIT_S.value}
     async with SandboxPool(**limits, **folders, on_pressure=lambda sandbox: daemon.pressed(sandbox)) as pool:
-        daemon = Daemon(pool, tuple(_LOWERS.value), tuple(_PEERS.value))
+        daemon = Daemon(pool, tuple(_LOWERS.value), tuple(_PEERS.value), key)
         if pool.host["mode"] == "single":
             logging.warning("not root: sandboxes are of one user, without cgroups of their own where the host has none")
         print(f"sandboxes at {address}", flush=True)
@@ -58,9 +80,9 @@ def main(argv) -> None:
     std_logging.getLogger("httpx").setLevel(std_logging.WARNING)  # a line for each request otherwise
     try:
         if _CHECK.value:
-            report = host_report()
-            print(json.dumps({"process": report}, indent=1))
-            sys.exit(0 if report["ok"] else 1)
+            report = backends()
+            print(json.dumps(report, indent=1))
+            sys.exit(0 if report["process"]["ok"] else 1)
         asyncio.run(serve())
     except VenusError as error:
         logging.error("%s: %s", type(error).__name__, error)

@@ -10,7 +10,9 @@ template's one copy among it. `accounting_share` is the part of a core that meas
 `checkpoint_s` and `restore_s` are of a
 sandbox with 25 MB of processes, whole calls; `image_over_dirty` is the bytes of the snapshot to those of its own memory
 (without the kernel's); `blackout_s` is the longest that a process in it stood still while it moved to another daemon.
-The last line is one JSON object.
+`clone_first_command_ms` is from the call that makes a
+virtual machine, a clone, to the end of its first `true`; `clone_private_ratio` its private memory then to that of one
+that has just booted (QEMU's own among both). The last line is one JSON object.
 """
 
 import asyncio
@@ -18,6 +20,7 @@ import itertools
 import json
 import logging
 import os
+import secrets
 import statistics
 import subprocess
 import sys
@@ -29,12 +32,15 @@ from absl import app, flags
 
 from venusrl.core.errors import SandboxError
 from venusrl.sandbox import Process, SandboxPool, Template
+from venusrl.sandbox.microvm.image import why_not
+from venusrl.sandbox.microvm.pool import MachinePool
 from venusrl.sandbox.programs import find_criu
 
 _ALIVE = flags.DEFINE_integer("alive", 500, "Sandboxes at once.", lower_bound=1)
 _REPEATS = flags.DEFINE_integer("repeats", 100, "Sandboxes that are made one after another.", lower_bound=1)
 _THINK_S = flags.DEFINE_float("think_s", 0.01, "Seconds between the commands of a sandbox.", lower_bound=0.0)
 _SHARED = flags.DEFINE_integer("shared", 200, "Sandboxes of the template with warm state.", lower_bound=1)
+_CLONES = flags.DEFINE_integer("clones", 8, "Virtual machines that are cloned.", lower_bound=1)
 _SAVES = flags.DEFINE_integer("saves", 10, "Sandboxes that are saved, restored and moved.", lower_bound=1)
 _PRIVATE = flags.DEFINE_integer("private", 20, "Sandboxes with warm state of their own.", lower_bound=1)
 
@@ -127,11 +133,16 @@ _TICKS = "import time\nwhile True: print(time.time(), flush=True); time.sleep(0.
 async def saved(templates: str) -> dict[str, float]:
     """Seconds to save and to restore a tree of processes, and to move it; what is saved, to what was its own."""
     taken, restored, stills, ratios = [], [], [], []
-    command = [sys.executable, "-m", "launchers.sandboxd", "--port=0", f"--templates={templates}"]
+    key = secrets.token_hex(32)
+    with open(os.open(f"{templates}/key", os.O_WRONLY | os.O_CREAT, 0o600), "w") as f:
+        f.write(key)
+    command = [sys.executable, "-m", "launchers.sandboxd", "--port=0", f"--templates={templates}/layers"]
+    command.append(f"--key_file={templates}/key")
     daemon = subprocess.Popen([*command, f"--snapshots={templates}/there"], stdout=subprocess.PIPE, text=True)
     try:
         address = daemon.stdout.readline().split()[-1]
-        async with SandboxPool(max_sandboxes=4, templates=templates, snapshots=f"{templates}/here") as pool:
+        options = {"templates": f"{templates}/layers", "snapshots": f"{templates}/here", "key": key}
+        async with SandboxPool(max_sandboxes=4, **options) as pool:
             for _ in range(_SAVES.value):
                 sandbox = await pool.create(Template("tree"))
                 held = await sandbox.start(f'exec {_PYTHON} -I -S -c "{_HELD}"', stdin=None)
@@ -160,6 +171,26 @@ async def saved(templates: str) -> dict[str, float]:
         "restore_s": statistics.median(restored),
         "blackout_s": statistics.median(stills),
         "image_over_dirty": statistics.median(ratios),
+    }
+
+
+async def cloned() -> dict[str, float]:
+    """Milliseconds to the end of a clone's first command, and its memory to that of a machine that has booted."""
+    first, shares = [], []
+    template = Template("machine", memory_bytes=96 << 20, disk_bytes=32 << 20)
+    async with MachinePool(max_sandboxes=_CLONES.value + 1) as pool:
+        await (await pool.create(template)).kill()  # the template is saved from here on
+        cold = await pool.boot(template)
+        for _ in range(_CLONES.value):
+            started = time.perf_counter()
+            sandbox = await pool.create(template)
+            await sandbox.exec("true")
+            first.append(time.perf_counter() - started)
+            shares.append((await pool.usage())[sandbox.id].private / cold.private_bytes())
+        await cold.kill()
+    return {
+        "clone_first_command_ms": 1e3 * statistics.median(first),
+        "clone_private_ratio": statistics.median(shares),
     }
 
 
@@ -206,6 +237,12 @@ async def run(templates: str) -> dict:
         say("25 MB of processes: saved in {checkpoint_s:.3f} s, restored in {restore_s:.3f} s", result)
         say("what is saved is {image_over_dirty:.2f} of what was its own", result)
         say("moved to another daemon: it stood still for {blackout_s:.3f} s", result)
+    if why_not():
+        print(f"no virtual machines: {why_not()}")
+    else:
+        result |= await cloned()
+        say("a clone of a virtual machine: first command after {clone_first_command_ms:.0f} ms", result)
+        say("its own memory is {clone_private_ratio:.2f} of that of one that has booted", result)
     return {key: round(value, 4) for key, value in result.items()} | host
 
 

@@ -3,9 +3,10 @@
 import asyncio
 import os
 import random
+import tempfile
 import threading
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 
 from tests.sandbox.conftest import end, needs_criu, processes, start_daemon
 from tests.sandbox.test_life import until
-from venusrl.core.errors import ConfigError, SandboxError, SandboxLost
+from venusrl.core.errors import ConfigError, SandboxError, SandboxLost, SandboxUnsupported
 from venusrl.sandbox import SandboxPool, Template
 from venusrl.sandbox.daemon.client import Node
 
@@ -31,10 +32,27 @@ while True:
 """
 
 
+KEY = "k" * 32
+WITH_KEY = {"x-venusrl-key": KEY}
+
+
+@contextmanager
+def key_file():
+    """A file that only this user can read."""
+    with tempfile.NamedTemporaryFile("w") as f:
+        f.write(KEY + "\n")
+        f.flush()
+        yield f.name
+
+
 @asynccontextmanager
 async def two(*before):
     """Two daemons, and a client of each; they run the code of `before` first."""
-    daemons = [start_daemon("--max_sandboxes=6", "--wait_s=1", before=code) for code in before or ("", "")]
+    with key_file() as path:
+        daemons = [
+            start_daemon("--max_sandboxes=6", "--wait_s=1", f"--key_file={path}", before=code)
+            for code in before or ("", "")
+        ]
     try:
         async with Node(daemons[0][1], lease_s=3.0) as a, Node(daemons[1][1], lease_s=3.0) as b:
             a.process, b.process = daemons[0][0], daemons[1][0]
@@ -145,7 +163,7 @@ async def test_clients_that_come_later_are_shown_the_way(nodes):
 
 async def test_from_a_pool_in_this_process(nodes, tmp_path):
     _, b = nodes
-    async with SandboxPool(max_sandboxes=1, snapshots=tmp_path) as pool:
+    async with SandboxPool(max_sandboxes=1, snapshots=tmp_path, key=KEY) as pool:
         sandbox = await pool.create(Template("mine"))
         process = await sandbox.start("for i in $(seq 50); do echo $i; sleep 0.02; done")
         changes = sandbox.watch(".")
@@ -200,6 +218,7 @@ async def test_want_of_memory_moves_it(nodes, tmp_path):
     async with SandboxPool(
         max_sandboxes=1,
         snapshots=tmp_path,
+        key=KEY,
         on_pressure=lambda sandbox: moves.append(asyncio.create_task(sandbox.migrate(b.address))),
     ) as pool:
         if pool.host["cgroups"]["memory"] != "v1":
@@ -213,8 +232,9 @@ async def test_want_of_memory_moves_it(nodes, tmp_path):
 
 
 async def test_want_of_memory_moves_it_between_daemons():
-    second, there = start_daemon("--max_sandboxes=2")
-    first, here = start_daemon("--max_sandboxes=2", f"--peers=http://127.0.0.1:9,{there}")
+    with key_file() as path:
+        second, there = start_daemon("--max_sandboxes=2", f"--key_file={path}")
+        first, here = start_daemon("--max_sandboxes=2", f"--key_file={path}", f"--peers=http://127.0.0.1:9,{there}")
     try:
         async with Node(here) as a, Node(there) as b:
             if (await a.health())["cgroups"]["memory"] != "v1":
@@ -256,9 +276,84 @@ async def test_a_node_that_cannot_take_it(nodes, tmp_path):
     assert (await sandbox.exec("echo moved")).text == "moved\n"
 
 
+async def test_a_stranger_brings_nothing(nodes, daemon_address):
+    """What arrives is taken from who has the key, and a node without one takes nothing."""
+    a, b = nodes
+    for address, headers in ((a.address, {}), (a.address, {"x-venusrl-key": "other"}), (daemon_address, WITH_KEY)):
+        assert httpx.post(f"{address}/arrivals/sb-1", content=b"", headers=headers).status_code == 501
+    sandbox = await a.create(Template("stays"))
+    with pytest.raises(SandboxUnsupported, match="key_file"):
+        await sandbox.migrate(daemon_address)
+    async with SandboxPool(max_sandboxes=1) as pool:
+        mine = await pool.create(Template("mine"))
+        with pytest.raises(SandboxUnsupported, match="key_file"):
+            await mine.migrate(b.address)
+        assert (await mine.exec("echo on")).text == (await sandbox.exec("echo on")).text == "on\n"
+
+
+@pytest.mark.parametrize(
+    "text, mode, says",
+    [("short", 0o600, "16"), ("k" * 32, 0o644, "chmod"), ("ä" * 40, 0o600, "printable"), (None, 0, "No such file")],
+)
+def test_a_key_is_nobody_elses(tmp_path, text, mode, says):
+    from launchers.sandboxd import read_key
+
+    path = tmp_path / "key"
+    if text is not None:
+        path.write_text(text)
+        path.chmod(mode)
+    with pytest.raises(ConfigError, match=says):
+        read_key(str(path))
+
+
+async def test_moves_saves_and_forks_at_once(nodes):
+    """Each finds it where it is then, or says that it has gone."""
+    a, b = nodes
+    sandbox = await a.create(Template("busy"))
+    await start_counter(sandbox, "busy-counter")
+    works = [sandbox.migrate(b.address), sandbox.snapshot(), sandbox.fork(), sandbox.migrate(b.address)]
+    results = await asyncio.gather(*works, return_exceptions=True)
+    assert all(not isinstance(result, BaseException) or isinstance(result, SandboxError) for result in results), results
+    assert (await sandbox.exec("echo on")).text == "on\n"
+    assert sandbox.id in [row["id"] for row in await b.list()]
+    await sandbox.migrate(a.address)
+    await sandbox.migrate(b.address)
+    assert (await sandbox.exec("echo there and back")).text == "there and back\n"
+
+
+async def test_a_client_that_does_not_hold_on_keeps_it_where_it_is(nodes, monkeypatch):
+    """What it has sent, or would send, must not be lost on the way."""
+    a, b = nodes
+    sandbox = await a.create(Template("busy"))
+    with monkeypatch.context() as busy:
+        busy.setattr("venusrl.sandbox.daemon.client._Stream.hold", lambda stream, last: None)
+        moving = asyncio.create_task(sandbox.migrate(b.address))
+        await asyncio.sleep(0.2)
+        late = asyncio.create_task(sandbox.exec("echo late"))
+        with pytest.raises(SandboxError, match="do not answer"):
+            await moving
+        assert (await late).text == "late\n"
+    await sandbox.migrate(b.address)
+    assert (await sandbox.exec("echo there")).text == "there\n"
+
+
+async def test_the_old_lease_does_not_end_it_there(nodes):
+    a, b = nodes
+    made = (await a._request("POST", "/sandboxes", json={"template": {"name": "http"}, "lease_s": 1.5})).json()
+    await a._request("POST", f"/sandboxes/{made['id']}/migrate", json={"node": b.address})
+    there = await b.connect(made["id"], Template("http"))
+    await asyncio.sleep(2.5)
+    assert (await there.exec("echo still")).text == "still\n"
+    await b.end(made["id"], "killed")
+    left = await a.create(Template("left"))
+    await left.migrate(b.address)
+    left.mark_lost("closed")  # its user lets go of it
+    await until_empty(a, b)
+
+
 async def test_what_arrives_damaged_is_refused(nodes, tmp_path):
     a, _ = nodes
-    async with SandboxPool(max_sandboxes=1, snapshots=tmp_path) as pool:
+    async with SandboxPool(max_sandboxes=1, snapshots=tmp_path, key=KEY) as pool:
         saved = await (await pool.create(Template("sent"))).snapshot()
         [snapshot] = await pool.snapshots()
     from venusrl.sandbox.daemon.arrivals import outgoing
@@ -271,20 +366,20 @@ async def test_what_arrives_damaged_is_refused(nodes, tmp_path):
         at = rng.randrange(header, len(whole))
         broken.append(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
     for data in broken:
-        answer = httpx.post(f"{a.address}/arrivals/sb-sent", content=data)
+        answer = httpx.post(f"{a.address}/arrivals/sb-sent", content=data, headers=WITH_KEY)
         assert answer.status_code in (400, 500), answer.text
         assert httpx.post(f"{a.address}/arrivals/sb-sent/commit").status_code == 404
     assert (await a.health())["alive"] == 0
     # And whole, but never told to commit: it can be taken back, once or twice, and then cannot be committed.
-    assert httpx.post(f"{a.address}/arrivals/sb-sent", content=whole).status_code == 201
+    assert httpx.post(f"{a.address}/arrivals/sb-sent", content=whole, headers=WITH_KEY).status_code == 201
     assert httpx.get(f"{a.address}/arrivals/sb-sent").json() == {"state": "waiting"}
-    assert httpx.post(f"{a.address}/arrivals/sb-sent", content=whole).status_code == 500
+    assert httpx.post(f"{a.address}/arrivals/sb-sent", content=whole, headers=WITH_KEY).status_code == 500
     for _ in range(2):
         assert httpx.delete(f"{a.address}/arrivals/sb-sent").status_code == 204
     assert httpx.post(f"{a.address}/arrivals/sb-sent/commit").status_code == 404
     assert (await a.health())["alive"] == 0
     # Committed twice, it runs once; then it cannot be taken back.
-    assert httpx.post(f"{a.address}/arrivals/sb-sent", content=whole).status_code == 201
+    assert httpx.post(f"{a.address}/arrivals/sb-sent", content=whole, headers=WITH_KEY).status_code == 201
     assert [httpx.post(f"{a.address}/arrivals/sb-sent/commit").status_code for _ in range(2)] == [204, 204]
     assert httpx.delete(f"{a.address}/arrivals/sb-sent").status_code == 409
     assert len(await a.list()) == 1

@@ -1,10 +1,13 @@
-"""What the process backend can do on this host, found by doing it once."""
+"""What the backends can do on this host; for processes, found by doing it once."""
 
 import asyncio
 
 from venusrl.core.errors import SandboxUnsupported
 from venusrl.sandbox.contract import Template
+from venusrl.sandbox.microvm.image import why_not
+from venusrl.sandbox.microvm.pool import find_accelerator
 from venusrl.sandbox.pool import SandboxPool
+from venusrl.sandbox.programs import find_criu
 
 _PROBE = r"""
 awk '/^(CapEff|NoNewPrivs|Seccomp):/ {print $1 $2}' /proc/self/status
@@ -21,10 +24,27 @@ def host_report() -> dict:
       memory, pids: "v1" or "v2" where a cgroup limits the sandbox as a whole, None where only each process is
         limited (memory) or the kernel's per-user count is used (pids);
       seccomp, no_new_privs, no_capabilities: bool, read inside;
+      agent: "native" or "python";
       python: version of `python3` inside, or None.
       Where ok is False, `problem` says why and what would help.
     """
     return asyncio.run(_report())
+
+
+def backends() -> dict[str, dict]:
+    """What of each backend works on this host: {"ok": bool, ...}, with `problem` where it does not.
+
+    Call it outside of an event loop. A virtual machine is not booted for it, which takes seconds.
+    """
+    process = host_report()
+    if process["ok"]:
+        criu, why = find_criu()
+        process["saves"] = criu is not None and process["mode"] == "range" and process["agent"] == "native"
+        if not process["saves"]:
+            process["saves_problem"] = why or "it needs root, and a C compiler"
+    why = why_not()
+    machine = {"ok": False, "problem": why} if why else {"ok": True, "accelerator": find_accelerator()}
+    return {"process": process, "qemu": machine}
 
 
 async def _report() -> dict:
@@ -39,6 +59,7 @@ async def _report() -> dict:
     return {
         "ok": True,
         "mode": host["mode"],
+        "agent": host["agent"],
         **host["cgroups"],
         "seccomp": seen.get("Seccomp") == "2",
         "no_new_privs": seen.get("NoNewPrivs") == "1",

@@ -14,7 +14,7 @@ from venusrl.core.errors import ConfigError, SandboxLost, SandboxUnsupported
 from venusrl.sandbox.agent.files import CHUNK_BYTES
 from venusrl.sandbox.contract import MIB, ExecResult, FileChange, FileInfo, ProcessInfo, Template, check_env
 from venusrl.sandbox.process import WINDOW_BYTES, RemoteProcess, check_size
-from venusrl.sandbox.wire import WireError, pack, read_frame
+from venusrl.sandbox.wire import WireError, pack, read_frame, unpack
 
 # An agent that has not answered this long after the deadline is broken, and its sandbox is killed.
 _GRACE_S = 30.0
@@ -263,8 +263,9 @@ class ProcessSandbox:
         return answer["berth"]
 
     def rehome(self, keeper: Keeper, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> None:
-        """It is elsewhere now, and goes on."""
+        """It is elsewhere now, and goes on. Other clients of it speak for themselves there."""
         self._keeper = keeper
+        self._parked = [frame for frame in self._parked if unpack(frame)[0].get("id", 0) // RANGE == self._range]
         self.unpark(streams)
 
     def rekeep(self, keeper: Keeper) -> None:
@@ -301,7 +302,8 @@ class ProcessSandbox:
             return
         self._writer.close()
         self._reader, self._writer = streams
-        self._writer.write(b"".join(self._parked))
+        for frame in self._parked:  # one at a time: each is a message where it goes over a web socket
+            self._writer.write(frame)
         self._parked = None
         self._receiver = self._loop.create_task(self._receive())
 
@@ -419,8 +421,13 @@ class ProcessSandbox:
         return await self._answer(future, _GRACE_S, path)
 
     async def _control(self, op: str) -> None:
+        """Answered at once, paused or not, by an agent that is well."""
         self._check_alive()
         _, future = self._send({"op": op}, b"")
+        done, _ = await asyncio.wait({future}, timeout=_GRACE_S)
+        if not done:
+            self.mark_lost("node-lost")
+            await self._keeper.end(self.id, "node-lost")
         await self._answer(future, _GRACE_S)
 
     def _send(self, header: dict, body: bytes = b"") -> tuple[int, asyncio.Future]:

@@ -55,6 +55,7 @@ class Restored:
     def request(self) -> dict:
         """What the spawner has to know of it."""
         fields = {"base": self.snapshot.base, "berth": self.snapshot.berth, "parked": self.parked}
+        fields["memory_bytes"] = self.snapshot.memory_bytes
         return {"folder": self.folder, "criu": self.criu, **fields}
 
 
@@ -229,10 +230,13 @@ class Making:
         self._limits[sandbox.id] = memory_bytes
         self.short_of_memory.discard(sandbox.id)
 
+    def memory_limit(self, sandbox: ProcessSandbox) -> int:
+        """Bytes that it may use."""
+        return self._limits.get(sandbox.id, sandbox.template.memory_bytes)
+
     async def lend(self, sandbox: ProcessSandbox, memory_bytes: int) -> None:
         """More memory than its limit is, which stays what it is to `resize`."""
-        limit = self._limits.get(sandbox.id, sandbox.template.memory_bytes)
-        await self._link.resize(sandbox.id, limit + memory_bytes)
+        await self._link.resize(sandbox.id, self.memory_limit(sandbox) + memory_bytes)
 
     def _pressed(self, sandbox_id: str) -> None:
         self.short_of_memory.add(sandbox_id)
@@ -263,13 +267,16 @@ class Making:
             if not complete:
                 await self._abandon(sandbox_id, sandbox)
 
-    async def _enter(self, template: Template, layer: Layer | Path | None, sandbox_id: str | None = None) -> str:
+    async def _enter(
+        self, template: Template, layer: Layer | Path | None, sandbox_id: str | None = None, wait_s: float | None = None
+    ) -> str:
         """Takes a place for one, and returns its id; what it takes is given back when it is gone."""
+        wait_s = self._wait_s if wait_s is None else wait_s
         try:
-            await self._gate.enter(self._wait_s)
+            await self._gate.enter(wait_s)
         except TimeoutError:
             raise SandboxCapacity(
-                f"no place for {template.name!r} within wait_s={self._wait_s}: {self.alive} sandboxes alive; "
+                f"no place for {template.name!r} within wait_s={wait_s}: {self.alive} sandboxes alive; "
                 "kill some, wait, or raise max_sandboxes"
             ) from None
         self._created += 1
@@ -296,6 +303,7 @@ class Making:
         request = self._request(template) | {"layer": tree, "build": build}
         if restored is None:
             return await link.create(sandbox_id, request)
+        self._limits[sandbox_id] = restored.snapshot.memory_bytes
         return await link.create(sandbox_id, request | restored.request(), "restore")
 
     async def _begin(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 
 from venusrl.core.errors import SandboxError, SandboxLost, SandboxUnsupported
@@ -25,11 +26,13 @@ class SandboxPool(Making):
 
     Args:
       snapshots: folder of saved sandboxes, which pools may share; by default one of this user's.
+      key: what nodes show each other before one takes a sandbox of the other's.
       options: see Making.
     """
 
-    def __init__(self, *, snapshots: str | os.PathLike | None = None, **options):
+    def __init__(self, *, snapshots: str | os.PathLike | None = None, key: str = "", **options):
         super().__init__(**options)
+        self._key = key
         self._snapshots = SnapshotStore(default_folder() if snapshots is None else snapshots)
         self._moving: dict[str, asyncio.Task] = {}
         self._locks: dict[str, asyncio.Lock] = {}  # of those that are saved or moved, or have been
@@ -75,6 +78,8 @@ class SandboxPool(Making):
 
         async def locked():
             async with self._locks.setdefault(sandbox.id, asyncio.Lock()):
+                if self._alive.get(sandbox.id) is not sandbox:
+                    raise SandboxLost(sandbox.id, sandbox.lost or MOVED)
                 return await work()
 
         task = asyncio.create_task(locked())
@@ -115,7 +120,11 @@ class SandboxPool(Making):
         try:
             restored = Restored(snapshot, str(folder), criu)
             sandbox = await self._create(snapshot.template, layer, restored=restored)
-            await sandbox.resume()
+            try:
+                await sandbox.resume()
+            except BaseException:
+                await sandbox.kill()
+                raise
             return sandbox
         finally:
             await asyncio.to_thread(self._snapshots.discard, folder)
@@ -137,7 +146,9 @@ class SandboxPool(Making):
 
     # Moving
 
-    async def migrate(self, sandbox: ProcessSandbox, node: str, clients: dict | None = None) -> None:
+    async def migrate(
+        self, sandbox: ProcessSandbox, node: str, clients: dict | None = None, lease_s: float = 60.0
+    ) -> None:
         """See Sandbox.migrate.
 
         It stands still, is saved, and restored there, where it does not run yet. From then on the node decides: told to
@@ -147,28 +158,34 @@ class SandboxPool(Making):
         Args:
           node: address of its daemon.
           clients: of the sandbox, other than this pool (Hub.state).
+          lease_s: seconds that it is to outlive its clients there.
         """
         from venusrl.sandbox.daemon.client import Node
 
         async def work() -> None:
-            target = Node(node)
+            target = Node(node, key=self._key)
             staged = await asyncio.to_thread(self._snapshots.stage)
             try:
                 await target.health()
                 async with _Standstill(self, sandbox, staged) as still:
                     snapshot = await asyncio.to_thread(self._snapshots.describe, staged, still.snapshot)
-                    told = sandbox.interests(clients or {})
-                    await target.arrive(sandbox.id, snapshot, staged, told, still.was_paused)
-                    if sandbox.lost is None and not await target.commit(sandbox.id):
-                        raise SandboxError(f"node {node} ended before {sandbox.id} ran there; it goes on here")
-                    still.is_gone = True
+                    told = sandbox.interests(clients or {}) | {"paused": still.was_paused, "lease_s": lease_s}
+                    await target.arrive(sandbox.id, snapshot, staged, told)
+                    runs_there = await target.commit(sandbox.id, lambda: sandbox.lost is not None)
                     if sandbox.lost is not None:  # it was killed meanwhile
                         await target.drop(sandbox.id)
                         raise SandboxLost(sandbox.id, sandbox.lost)
+                    if not runs_there:
+                        raise SandboxError(f"node {node} ended before {sandbox.id} ran there; it goes on here")
+                    still.is_gone = True
                     if sandbox.id in self._alive:
                         self._alive[sandbox.id] = None
-                    await target.take(sandbox)
-                await super(SandboxPool, self).end(sandbox.id, MOVED)
+                    try:
+                        await target.take(sandbox)
+                    except SandboxError:  # it runs there, and cannot be reached
+                        sandbox.mark_lost("node-lost")
+                    finally:
+                        await Making.end(self, sandbox.id, MOVED)
             except BaseException:
                 await target.close()
                 raise
@@ -199,8 +216,12 @@ class SandboxPool(Making):
         """
         if sandbox_id in self._alive:
             raise SandboxError(f"sandbox {sandbox_id} is here already")
+        if snapshot.layer and await self._shelf.known(snapshot.layer) is None:
+            raise SandboxError(
+                f"template {snapshot.template.name!r} ({snapshot.layer[:12]}) is not on this node: build it here first"
+            )
         criu, layer = await self._what_it_takes(snapshot)
-        await self._enter(snapshot.template, layer, sandbox_id)
+        await self._enter(snapshot.template, layer, sandbox_id, wait_s=0.0)
         try:
             restored = Restored(snapshot, str(folder), criu, parked=True)
             await self._ask(sandbox_id, snapshot.template, layer, False, restored)
@@ -240,6 +261,7 @@ class _Standstill:
     def __init__(self, pool: SandboxPool, sandbox: ProcessSandbox, folder: Path):
         self._pool, self._sandbox, self._folder = pool, sandbox, folder
         self._berth: str | None = None
+        self._has_lent = False
         self.was_paused = sandbox.paused
         self.is_gone = False
 
@@ -250,6 +272,7 @@ class _Standstill:
             if sandbox.id in self._pool.short_of_memory:  # it stops once it has got what it waits for
                 await asyncio.sleep(0)
                 await self._pool.lend(sandbox, _LENT_BYTES)
+                self._has_lent = True
             self._berth = await parking
             criu = self._pool.saver()
             await link.save(sandbox.id, str(self._folder), criu, sandbox.template.disk_bytes)
@@ -263,6 +286,9 @@ class _Standstill:
         if self.is_gone or self._sandbox.lost is not None:
             return
         await self.unpark()
+        if self._has_lent:
+            with suppress(SandboxError):
+                await self._pool.lend(self._sandbox, 0)
         if not self.was_paused:
             await self._sandbox.resume()
 
@@ -274,7 +300,8 @@ class _Standstill:
         try:
             agent = await self._pool._link.meet(self._sandbox.id, berth)
         except SandboxError as error:
-            await self._sandbox.kill("node-lost")
+            self._sandbox.mark_lost("node-lost")
+            await Making.end(self._pool, self._sandbox.id, "node-lost")  # not the pool's: that waits for the move
             raise SandboxLost(self._sandbox.id, self._sandbox.lost or "node-lost") from error
         self._sandbox.unpark(await asyncio.open_connection(sock=agent))
 
@@ -288,4 +315,7 @@ class _Standstill:
         layer = self._pool._layers.get(sandbox.id)
         of_layer = ("", "") if layer is None else (layer.manifest.key, layer.manifest.digest)
         names = (new_id(), sandbox.template, agent_key(), machine())
-        return Snapshot(*names, base, self._berth, sandbox.ranges, *of_layer)
+        memory_bytes = self._pool.memory_limit(sandbox)
+        if sandbox.id in self._pool.short_of_memory:  # so that it goes on with all that its template grants
+            memory_bytes = max(memory_bytes, sandbox.template.memory_bytes)
+        return Snapshot(*names, base, self._berth, sandbox.ranges, memory_bytes, *of_layer)

@@ -6,6 +6,7 @@ meanwhile leaves a folder that the next one removes.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -25,6 +26,8 @@ from venusrl.sandbox.contract import Template
 
 _FORMAT = 1
 _ID = re.compile(r"[0-9a-f]{16}")
+_BERTH = re.compile(r"00[0-9a-f]{2,100}")  # an abstract socket's name, never a path
+_LAYER = re.compile(r"([0-9a-f]{64})?")
 _LOGS = ("dump.log", "restore.log", "error", "stats-dump")
 
 
@@ -38,6 +41,7 @@ class Snapshot:
     base: first user of the host that was the sandbox's.
     berth: where its agent waits.
     ranges: of request ids that its owners have had; the next one's is another.
+    memory_bytes: its limit, which may be another than the template's.
     layer, layer_digest: key of the template's layer, and what is in it; empty where it has none.
     files: [bytes, sha256] by name.
     created: seconds since 1970.
@@ -50,6 +54,7 @@ class Snapshot:
     base: int
     berth: str
     ranges: int
+    memory_bytes: int
     layer: str = ""
     layer_digest: str = ""
     files: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -77,7 +82,7 @@ class SnapshotStore:
         """An empty folder for one that is to come."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._sweep()
-        return self._hold(Path(tempfile.mkdtemp(prefix=".", dir=self.folder)))
+        return self._new()
 
     def finish(self, staged: Path, snapshot: Snapshot) -> Snapshot:
         """What was staged becomes the snapshot, which is returned with its files."""
@@ -114,7 +119,7 @@ class SnapshotStore:
         """
         source = self.folder / snapshot.id
         verify(source, snapshot)
-        folder = self._hold(Path(tempfile.mkdtemp(prefix=".", dir=self.folder)))
+        folder = self._new()
         folder.chmod(0o711)  # the sandbox's users open images in it; nobody else comes past the store's folder
         for name in snapshot.files:
             if name.startswith("userns-"):  # the restoring changes it
@@ -126,18 +131,31 @@ class SnapshotStore:
     def list(self) -> list[Snapshot]:
         """Those that are whole, the oldest first."""
         folders = self.folder.iterdir() if self.folder.is_dir() else ()
-        found = [read_manifest(folder) for folder in folders if _ID.fullmatch(folder.name)]
+        found = []
+        for folder in folders:
+            if _ID.fullmatch(folder.name):
+                with contextlib.suppress(SandboxError):  # damaged, or just being deleted: who restores it is told
+                    found.append(read_manifest(folder))
         return sorted(found, key=lambda snapshot: snapshot.created)
 
     def delete(self, snapshot_id: str) -> None:
         """What is being restored from it goes on."""
-        self.open(snapshot_id)
-        shutil.rmtree(self.folder / snapshot_id)
+        if not _ID.fullmatch(snapshot_id) or not (self.folder / snapshot_id).is_dir():
+            raise SandboxError(f"no snapshot {snapshot_id!r} in {self.folder}; SandboxPool.snapshots lists them")
+        gone = self._new()
+        os.rename(self.folder / snapshot_id, gone / snapshot_id)
+        self.discard(gone)
 
-    def _hold(self, folder: Path) -> Path:
-        self._locks[folder] = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-        fcntl.flock(self._locks[folder], fcntl.LOCK_EX)
-        return folder
+    def _new(self) -> Path:
+        """A folder that nobody sweeps away. One may have done so before it was locked; then it is another."""
+        while True:
+            folder = Path(tempfile.mkdtemp(prefix=".", dir=self.folder))
+            lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.fstat(lock).st_nlink > 0 and folder.exists():
+                self._locks[folder] = lock
+                return folder
+            os.close(lock)
 
     def _sweep(self) -> None:
         """Removes what processes that are gone have left."""
@@ -184,6 +202,12 @@ def from_record(record: dict) -> Snapshot:
         files = {str(name): (int(size), str(digest)) for name, (size, digest) in record["files"].items()}
         if any("/" in name or name.startswith(".") for name in files):
             raise ValueError("a file of it is elsewhere")
+        for name, form in (("id", _ID), ("berth", _BERTH), ("layer", _LAYER)):
+            if not form.fullmatch(record[name]):
+                raise ValueError(f"{name}={record[name]!r}")
+        for name in ("base", "ranges", "memory_bytes"):
+            if not isinstance(record[name], int) or not 0 < record[name] < 1 << 50:
+                raise ValueError(f"{name}={record[name]!r}")
         return Snapshot(**{**record, "files": files, "template": from_json(record["template"])})
     except (ValueError, KeyError, TypeError, AttributeError, VenusError) as error:
         raise SandboxError(f"it is no snapshot of format {_FORMAT}: {error!r}") from None

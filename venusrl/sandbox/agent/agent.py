@@ -229,6 +229,7 @@ class Agent:
         self._oom_fd = oom[0] if oom else None
         for job in self._jobs.values() if greeting == ADOPTED else ():
             job.attached = False
+            self._set_window(job, None)
         self._greet()
         for watch, path in watcher.paths.items() if watcher is not None else ():
             with contextlib.suppress(OSError):

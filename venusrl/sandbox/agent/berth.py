@@ -5,6 +5,7 @@ network, connects, and passes what the agent needs of the outside. Nobody in the
 that is outside of the sandbox's process namespace, the kernel says that its pid is 0.
 """
 
+import errno
 import os
 import socket
 import struct
@@ -44,10 +45,12 @@ def meet(pid: int, name: bytes, greeting: bytes, fds: list[int]) -> socket.socke
 
     For the spawner, as root. OSError where it does not wait.
     """
+    if not name.startswith(b"\0"):
+        raise OSError(errno.EINVAL, "it is no place where an agent waits")
     own = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-    network = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-    connection = None
+    network, connection = -1, None
     try:
+        network = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         set_namespace(network)
         try:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -62,4 +65,5 @@ def meet(pid: int, name: bytes, greeting: bytes, fds: list[int]) -> socket.socke
         raise
     finally:
         os.close(own)
-        os.close(network)
+        if network >= 0:
+            os.close(network)

@@ -12,6 +12,7 @@ A sandbox whose last client has gone ends when its lease does. Bytes in JSON are
 
 import asyncio
 import base64
+import hmac
 import logging
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -26,7 +27,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from venusrl.core.errors import ConfigError, SandboxCapacity, SandboxError, SandboxLost, SandboxUnsupported, VenusError
 from venusrl.sandbox.client import ProcessSandbox
 from venusrl.sandbox.codec import from_json, to_json
-from venusrl.sandbox.daemon.arrivals import Arrivals
+from venusrl.sandbox.daemon.arrivals import KEY_HEADER, Arrivals
 from venusrl.sandbox.daemon.hub import Hub
 from venusrl.sandbox.pool import MOVED, SandboxPool
 from venusrl.sandbox.wire import pack, unpack
@@ -63,10 +64,12 @@ class Daemon:
     pool: of this node; the daemon does not close it.
     lowers: directories of this host below which those of templates may be; whoever can connect can read them.
     peers: addresses of other daemons, which sandboxes that are short of memory may move to; see `pressed`.
+    key: that other nodes have to show before this one takes a sandbox of theirs; empty: it takes none.
     """
 
-    def __init__(self, pool: SandboxPool, lowers: tuple[str, ...] = (), peers: tuple[str, ...] = ()):
+    def __init__(self, pool: SandboxPool, lowers: tuple[str, ...] = (), peers: tuple[str, ...] = (), key: str = ""):
         self._pool = pool
+        self._key = key
         self._peers = peers
         self._lowers = [Path(folder).resolve() for folder in lowers]
         self._held: dict[str, _Held] = {}
@@ -154,13 +157,16 @@ class Daemon:
         held = self._get(sandbox_id)
         async with held.moving:
             self._get(sandbox_id)  # still here
-            await held.hub.hold(node, _HOLD_S)
             try:
-                await self._pool.migrate(held.sandbox, node, held.hub.state())
+                await held.hub.hold(node, _HOLD_S)
+                await self._pool.migrate(held.sandbox, node, held.hub.state(), held.lease_s)
             except BaseException:
                 held.hub.release(None)
                 raise
             self._held.pop(sandbox_id, None)
+            if held.expiry is not None:
+                held.expiry.cancel()
+                held.expiry = None
             self._moved[sandbox_id] = node
             if len(self._moved) > _MAX_REASONS:
                 del self._moved[next(iter(self._moved))]
@@ -201,12 +207,16 @@ class Daemon:
         sandbox.mark_lost(MOVED)
 
     async def _arrive(self, request: Request) -> Response:
-        sandbox_id = request.path_params["id"]
+        """Images of processes can do whatever this process can: they are taken from who has the key alone."""
+        if not self._key or not hmac.compare_digest(request.headers.get(KEY_HEADER, ""), self._key):
+            raise SandboxUnsupported(
+                "this node takes no sandboxes of that node's: start both daemons with the same --key_file "
+                "(and give pools its content, SandboxPool(key=...))"
+            )
         try:
-            await self._arrivals.receive(sandbox_id, request.stream())
+            await self._arrivals.receive(request.path_params["id"], request.stream())
         except ClientDisconnect:
             return Response(status_code=400)  # nobody hears it
-        self._moved.pop(sandbox_id, None)  # it comes back
         return Response(status_code=201)
 
     async def _commit(self, request: Request) -> Response:
@@ -222,12 +232,13 @@ class Daemon:
 
     def _take_over(self, sandbox: ProcessSandbox, about: dict) -> None:
         """One that has come from another node; its clients come, too, or have until its lease is over."""
+        self._moved.pop(sandbox.id, None)
         held = self._hold_it(sandbox, _lease(about), about)
         asyncio.get_running_loop().call_later(held.lease_s, held.hub.give_up_absent)
 
     def _hold_it(self, sandbox: ProcessSandbox, lease_s: float, state: dict | None = None) -> _Held:
         held = self._held[sandbox.id] = _Held(sandbox, lease_s, state)
-        sandbox.when_lost(lambda reason: self._forget(sandbox.id, reason))
+        sandbox.when_lost(lambda reason: self._forget(held, reason))
         self._begin_lease(held)
         return held
 
@@ -235,10 +246,13 @@ class Daemon:
         self._hold_it(sandbox, lease_s)
         return JSONResponse({"id": sandbox.id, "template": to_json(sandbox.template)}, 201)
 
-    def _forget(self, sandbox_id: str, reason: str) -> None:
-        held = self._held.pop(sandbox_id, None)
-        if held is not None and held.expiry is not None:
+    def _forget(self, held: _Held, reason: str) -> None:
+        if held.expiry is not None:
             held.expiry.cancel()
+        sandbox_id = held.sandbox.id
+        if self._held.get(sandbox_id) is not held:
+            return  # it has moved, and perhaps come back since
+        del self._held[sandbox_id]
         self._reasons[sandbox_id] = reason
         if len(self._reasons) > _MAX_REASONS:
             del self._reasons[next(iter(self._reasons))]
@@ -326,6 +340,8 @@ class Daemon:
             )
         except (KeyError, ValueError):
             held.clients -= 1
+            if not held.clients:
+                self._begin_lease(held)
             await socket.close(_GONE, "lease")  # it was away for too long
             return
         forget = held.sandbox.when_lost(lambda reason: outgoing.put_nowait(None))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import re
 import struct
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -20,7 +21,10 @@ from venusrl.sandbox.client import ProcessSandbox
 from venusrl.sandbox.pool import SandboxPool
 from venusrl.sandbox.snapshots import Snapshot, from_record, to_record
 
+KEY_HEADER = "x-venusrl-key"
 WAIT_S = 15.0  # that an arrived sandbox waits for its commit
+_ID = re.compile(r"sb-[0-9a-z-]{1,64}")
+_MOST_REMEMBERED = 10_000
 _LENGTH = struct.Struct("!Q")
 _MOST_HEADER = 64 << 20
 _CHUNK = 1 << 20
@@ -96,9 +100,18 @@ class Arrivals:
         Raises:
           SandboxError: something is wrong with it, or it cannot be here; nothing of it is left.
         """
+        if not _ID.fullmatch(sandbox_id):
+            raise ConfigError(f"id={sandbox_id!r}: no sandbox is called so")
         if sandbox_id in self._waiting or sandbox_id in self._coming:
             raise SandboxError(f"sandbox {sandbox_id} is arriving already")
         self._coming.add(sandbox_id)
+        try:
+            await self._receive(sandbox_id, parts)
+        finally:
+            self._coming.discard(sandbox_id)
+        self._ran.pop(sandbox_id, None)  # it has been here before
+
+    async def _receive(self, sandbox_id: str, parts: AsyncIterator[bytes]) -> None:
         store = self._pool.incoming()
         folder = await asyncio.to_thread(store.stage)
         try:
@@ -118,8 +131,6 @@ class Arrivals:
         except BaseException:
             await asyncio.to_thread(store.discard, folder)
             raise
-        finally:
-            self._coming.discard(sandbox_id)
         arrival = self._waiting[sandbox_id] = Arrival(snapshot, folder, about)
         arrival.expiry = asyncio.get_running_loop().call_later(WAIT_S, self._expire, sandbox_id)
 
@@ -141,8 +152,9 @@ class Arrivals:
             sandbox = await self._pool.activate(
                 sandbox_id, arrival.snapshot, lambda sandbox: self._begin(sandbox, arrival.about)
             )
-            self._ran[sandbox_id] = None
-            sandbox.when_lost(lambda reason: self._ran.pop(sandbox_id, None))
+            self._ran[sandbox_id] = None  # also when it has ended: it must not be thought of as never begun
+            if len(self._ran) > _MOST_REMEMBERED:
+                del self._ran[next(iter(self._ran))]
             if not arrival.about.get("paused"):
                 await sandbox.resume()
         except BaseException:

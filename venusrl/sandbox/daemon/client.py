@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from venusrl.core.errors import SandboxError, SandboxLost
 from venusrl.sandbox.client import ProcessSandbox
 from venusrl.sandbox.codec import from_json, to_json
 from venusrl.sandbox.contract import Template
-from venusrl.sandbox.daemon.arrivals import outgoing
+from venusrl.sandbox.daemon.arrivals import KEY_HEADER, outgoing
 from venusrl.sandbox.snapshots import Snapshot
 from venusrl.sandbox.wire import pack, unpack
 
@@ -23,6 +23,8 @@ _MESSAGE_BYTES = 1 << 30
 _GONE = 4410  # see daemon/app.py
 _MOVING, _MOVED = b'{"moving"', b'{"moved"'
 _RETRY_S = 0.2  # between questions about what may have happened
+_COMMIT_S = 30.0  # that one answer to a commit may take
+_GRACE_S = 10.0  # that a daemon which listens no more may take to end
 _FIND_S = 15.0  # that a sandbox is looked for where it was to move when its node died
 
 
@@ -72,9 +74,10 @@ class Node:
     Args:
       lease_s: seconds that a sandbox outlives its connection.
       wait_s: seconds that an answer may take; creation with a set-up to be built takes long.
+      key: what nodes show each other before one takes a sandbox of the other's. For pools.
     """
 
-    def __init__(self, address: str, *, lease_s: float = 60.0, wait_s: float = 900.0):
+    def __init__(self, address: str, *, lease_s: float = 60.0, wait_s: float = 900.0, key: str = ""):
         self.address = address
         self._lease_s = lease_s
         self._wait_s = wait_s
@@ -82,7 +85,8 @@ class Node:
         transport = None if self._path is None else httpx.AsyncHTTPTransport(uds=self._path)
         base = address if self._path is None else "http://node"
         self._base = base
-        self._http = httpx.AsyncClient(base_url=base, transport=transport, timeout=wait_s)
+        headers = {KEY_HEADER: key} if key else {}
+        self._http = httpx.AsyncClient(base_url=base, transport=transport, timeout=wait_s, headers=headers)
         self._pumps: set[asyncio.Task] = set()
         self._others: dict[str, Node] = {}  # where sandboxes have moved
 
@@ -161,13 +165,12 @@ class Node:
         """See Sandbox.migrate."""
         await self._request("POST", f"/sandboxes/{sandbox.id}/migrate", json={"node": node})
 
-    async def arrive(self, sandbox_id: str, snapshot: Snapshot, folder: Path, about: dict, paused: bool) -> None:
+    async def arrive(self, sandbox_id: str, snapshot: Snapshot, folder: Path, about: dict) -> None:
         """Sends a sandbox there, where it waits for its commit. For pools.
 
         Raises:
           SandboxError: it cannot be there, and will not run there.
         """
-        about = about | {"paused": paused, "lease_s": self._lease_s}
         try:
             await self._request("POST", f"/arrivals/{sandbox_id}", content=outgoing(snapshot, folder, about))
         except BaseException:
@@ -175,19 +178,30 @@ class Node:
                 await self._request("DELETE", f"/arrivals/{sandbox_id}")
             raise
 
-    async def commit(self, sandbox_id: str) -> bool:
-        """Has what has arrived run. False: it does not run there, and never will. Returns only when it knows."""
-        while True:
+    async def commit(self, sandbox_id: str, is_moot: Callable[[], bool]) -> bool:
+        """Has what has arrived run. False: it does not run there, and never will. Returns only when it knows, or when
+        it `is_moot`: the sandbox has been killed, so that it does not matter."""
+        may_have_heard, refused_since = False, None
+        while not is_moot():
             try:
-                answer = await self._http.post(f"/arrivals/{sandbox_id}/commit")
+                answer = await self._http.post(f"/arrivals/{sandbox_id}/commit", timeout=_COMMIT_S)
                 if answer.is_success:
                     return True
                 if answer.status_code < 500:
                     return False
+                refused_since = None
             except httpx.HTTPError as error:
-                if _is_refused(error):  # the node has ended, and with it what it had
+                now = asyncio.get_running_loop().time()
+                if not _is_refused(error):
+                    may_have_heard, refused_since = True, None
+                # Nobody listens there: the node has ended, and with it what it had. One that was just ending may have
+                # heard what was asked before, and takes a while to be gone.
+                elif not may_have_heard or now > (refused_since or now) + _GRACE_S:
                     return False
+                else:
+                    refused_since = refused_since or now
             await asyncio.sleep(_RETRY_S)
+        return False
 
     async def drop(self, sandbox_id: str) -> None:
         """Ends what has arrived, whether it runs already or not. For pools."""
@@ -368,11 +382,14 @@ class _Pump:
         with suppress(websockets.ConnectionClosed):
             async for frame in self._stream.frames():
                 await self._socket.send(frame)
+            await self._socket.close()  # its user has let go of it
 
 
 def _is_refused(error: BaseException | None) -> bool:
     """Nobody listens there, and a machine says so."""
     while error is not None:
+        if isinstance(error, BaseExceptionGroup):  # of a name with several addresses
+            return all(_is_refused(one) for one in error.exceptions)
         if isinstance(error, ConnectionRefusedError | FileNotFoundError):
             return True
         if isinstance(error, OSError) and error.errno in (111, 2):

@@ -8,9 +8,14 @@ hub there begins with the state of this one; a client that has not come back yet
 import asyncio
 from collections.abc import Callable
 
+from venusrl.core.errors import SandboxError
 from venusrl.sandbox.client import RANGE, ProcessSandbox
 
 Send = Callable[[dict, bytes], None]
+# What a client may ask for; "park" is its node's affair.
+_COMMANDS = ("exec", "start", "processes", "connect", "window", "cancel", "input", "signal", "resize")
+_OPS = frozenset((*_COMMANDS, "read", "write", "stat", "list", "watch", "unwatch", "pause", "resume"))
+_HEADER_BYTES = 512  # that a frame counts for, besides its body
 _MOST_MISSED = 64 << 20  # bytes that are kept for a client that is away
 
 
@@ -105,6 +110,8 @@ class Hub:
             if client in self._held:
                 self._held[client].set()
             return
+        if op not in _OPS:
+            raise ValueError(f"op={op!r}: clients may ask for {', '.join(sorted(_OPS))}")
         if header["id"] // RANGE != client:
             raise ValueError(f"id={header['id']} is not in the range of this connection, from {first_id}")
         if op == "window" and self._interested.get(header["job"], [client])[-1] != client:
@@ -127,6 +134,10 @@ class Hub:
             _, late = await asyncio.wait(waits, timeout=wait_s)
             for wait in late:
                 wait.cancel()
+            if late:
+                raise SandboxError(
+                    f"{len(late)} of its clients do not answer within {wait_s} s; it goes on where it is"
+                )
 
     def release(self, node: str | None) -> None:
         """Clients go on: here, or at the node where the sandbox is now."""
@@ -138,13 +149,15 @@ class Hub:
     # Answers
 
     def _tell(self, header: dict, body: bytes) -> None:
+        if "moving" in header or "moved" in header:
+            return  # these words are the hub's own
         for client in self._concerned(header):
             if client in self._clients:
                 self._clients[client](header, body)
             elif client in self._away:
                 away = self._away[client]
                 away.missed.append((header, body))
-                away.bytes += len(body)
+                away.bytes += len(body) + _HEADER_BYTES
                 if away.bytes > _MOST_MISSED:
                     self.detach(client * RANGE)
 

@@ -30,7 +30,7 @@ from venusrl.sandbox.microvm.image import Image, find_image, why_not
 from venusrl.sandbox.microvm.machine import Machine
 
 # What the guest's kernel and its file system take of its memory.
-GUEST_MIB = 224
+GUEST_MIB = 288
 # Without hardware virtualization: 32 MiB of translated code a machine.
 ACCELERATORS = {"kvm": "kvm", "tcg": "tcg,thread=single,tb-size=32"}
 _SPARE_S = 0.3  # until the agent has a shell ready, which every clone then begins with
@@ -184,12 +184,22 @@ class MachinePool:
                 shutil.rmtree(built)
         return top / key
 
-    async def _build(self, template: Template, folder: Path) -> Path:
+    async def boot(self, template: Template, folder: Path | None = None) -> Machine:
+        """A machine that is no clone, and that the caller ends."""
+        if folder is None:
+            folder = Path(tempfile.mkdtemp(dir=self._folder))
         numbers = (template.disk_bytes, template.pids, template.file_bytes, template.output_bytes)
         env = variables(template, "/usr/local/bin:/usr/bin:/bin")
         configuration = [*map(str, numbers), *(f"{name}={value}" for name, value in env.items())]
         image, accelerator, memory_mib = self._kind(template)
-        machine = await Machine.boot(folder, image, accelerator, memory_mib, configuration)
+        try:
+            return await Machine.boot(folder, image, accelerator, memory_mib, configuration)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    async def _build(self, template: Template, folder: Path) -> Path:
+        machine = await self.boot(template, folder)
         sandbox = ProcessSandbox("template", template, machine.agent, self)
         try:
             await sandbox.open({})

@@ -190,6 +190,8 @@ def assemble(
     own = {target: f"{stage}/{name}" for target, name, _ in OWN} | {DISK: stage}
     found = {}
     for number, place in enumerate(mounts):
+        if os.path.normpath(place) != place:
+            raise OSError(22, "no place that a sandbox has", place)
         source = own.get(place) or _source(place, binds)
         part = f"{stage}/part-{number}"
         if os.path.isdir(source):

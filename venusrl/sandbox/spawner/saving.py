@@ -7,6 +7,7 @@ wrong in the file `error`.
 import errno
 import json
 import os
+import signal
 
 from venusrl.sandbox.spawner import criu, namespaces, rootfs
 
@@ -38,7 +39,10 @@ def save(request: dict, pid: int) -> None:
     with _reported(folder):
         places = criu.mounts(pid)
         command = criu.dump_command(request["criu"], pid, folder, places, request["ghost_bytes"])
-        if _run(command) != 0:
+        exit_code = _run(command)
+        if exit_code < 0:  # killed: it may have left its own code in the processes
+            os.kill(os.getpid(), signal.SIGKILL)
+        if exit_code != 0:
             raise OSError(errno.EIO, criu.complaint(f"{folder}/dump.log"))
         # Of a workspace that is an overlay, what lies over the layer.
         disk = f"/proc/{pid}/root{rootfs.DISK}"

@@ -68,12 +68,14 @@ class _Box:
 class _Helper:
     """A process that saves or restores a sandbox; `then` is called with its exit code."""
 
-    def __init__(self, pid: int, sandbox_id: str, group: limits.Group, then: Callable[[int], None]):
+    def __init__(self, pid: int, sandbox_id: str, group: limits.Group, restores: bool, then: Callable[[int], None]):
         self.pid = pid
         self.group = group
         self.pidfd = os.pidfd_open(pid)
         self.sandbox_id = sandbox_id
         self.then = then
+        self.restores = restores
+        self.killed = False
 
 
 class Spawner:
@@ -178,6 +180,7 @@ class Spawner:
                 self._kill(box, message["reason"])
             for helper in self._helpers.values():
                 if helper.sandbox_id == message["id"]:
+                    helper.killed = True
                     signal.pidfd_send_signal(helper.pidfd, signal.SIGKILL)
         elif box is None:
             self._tell({"event": "done", "request": message["request"], "error": "it is gone"})
@@ -215,25 +218,35 @@ class Spawner:
     # Saving and restoring
 
     def _help(
-        self, work: Callable[[], None], sandbox_id: str, group: limits.Group, then: Callable[[int], None]
+        self,
+        work: Callable[[], None],
+        sandbox_id: str,
+        group: limits.Group,
+        restores: bool,
+        then: Callable[[int], None],
     ) -> None:
         """In a group, by which its own children are found when this process is killed."""
-        group.enter()
         try:
+            group.enter()
             pid = saving.helper(work)
         finally:
             group.leave()
-        helper = _Helper(pid, sandbox_id, group, then)
+        try:
+            group.join(pid)
+            helper = _Helper(pid, sandbox_id, group, restores, then)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
         self._helpers[helper.pidfd] = helper
         self._poll.register(helper.pidfd, select.POLLIN)
-        group.join(pid)
 
     def _end_help(self, helper: _Helper) -> None:
         _, status = os.waitpid(helper.pid, 0)
         del self._helpers[helper.pidfd]
         self._poll.unregister(helper.pidfd)
         os.close(helper.pidfd)
-        helper.then(os.waitstatus_to_exitcode(status))
+        helper.then(-signal.SIGKILL if helper.killed else os.waitstatus_to_exitcode(status))
 
     def _save(self, box: _Box, message: dict) -> None:
         def then(exit_code: int) -> None:
@@ -246,15 +259,21 @@ class Spawner:
             self._tell({"event": "done", "request": message["request"], "error": error})
 
         self._saves += 1
-        group = self._cgroups.make(f"save-{self._saves}", _UNLIMITED, _HELPER_PIDS)
-        self._help(lambda: saving.save(message, box.pid), box.id, group, then)
+        group = limits.Group([], [], None)
+        try:
+            group = self._cgroups.make(f"save-{self._saves}", _UNLIMITED, _HELPER_PIDS)
+            self._help(lambda: saving.save(message, box.pid), box.id, group, False, then)
+        except OSError as error:
+            if not group.remove():
+                self._unremoved.append(group)
+            self._tell({"event": "done", "request": message["request"], "error": str(error)})
 
     def _meet(self, box: _Box, message: dict) -> None:
         """The agent of a sandbox that was saved, and is still its owner's."""
         try:
             with self._connect(box.pid, message["berth"], KEPT, box.group) as connection:
                 self._tell({"event": "done", "request": message["request"], "error": None}, (connection.fileno(),))
-        except OSError as error:
+        except (OSError, ValueError) as error:
             if isinstance(error, ConnectionError):
                 raise
             self._tell({"event": "done", "request": message["request"], "error": str(error)})
@@ -274,6 +293,7 @@ class Spawner:
                 lambda: saving.restore(request, self._host, base),
                 request["id"],
                 group,
+                True,
                 lambda exit_code: self._end_restore(request, group, exit_code),
             )
         except OSError as error:
@@ -294,15 +314,20 @@ class Spawner:
             finally:
                 if connection is not None:
                     connection.close()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             if isinstance(error, ConnectionError):
                 raise
             group.kill()
-            self._reap_strangers()
-            self._refuse(request["id"], group, error.strerror or str(error))
+            self._refuse(request["id"], group, getattr(error, "strerror", None) or str(error))
+        self._reap_strangers()
 
     def _reap_strangers(self) -> None:
-        """Children that are nobody's: processes of a sandbox that was not restored to the end."""
+        """Children that are nobody's: processes of a sandbox that was not restored to the end.
+
+        Not while another is being restored, whose processes are not known yet; killed they are by their group.
+        """
+        if any(helper.restores for helper in self._helpers.values()):
+            return
         known = {box.pid for box in self._boxes.values()} | {helper.pid for helper in self._helpers.values()}
         with open(f"/proc/self/task/{os.getpid()}/children") as f:
             for pid in {int(word) for word in f.read().split()} - known:

@@ -51,6 +51,7 @@ double get_seconds(const struct value *map, const char *key); /* negative where 
 const char *get_text(const struct value *map, const char *key);
 bool is(const struct value *map, const char *key, const char *text);
 void add_text(struct bytes *to, const char *data, size_t size); /* with its quotes */
+void add_shown(struct bytes *to, const char *data, size_t size); /* what is no text is replaced */
 
 /* wire.c: frames on a socket, or a port of a virtual machine. Both end the agent when the other side is gone. */
 

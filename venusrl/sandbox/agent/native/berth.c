@@ -14,9 +14,13 @@ int open_berth(char *name_hex, size_t room) {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     socklen_t size = sizeof(sa_family_t);
     if (listener < 0) return -errno;
-    if (bind(listener, (struct sockaddr *)&address, size) || listen(listener, 1)) return -errno;
+    bool bound = !bind(listener, (struct sockaddr *)&address, size) && !listen(listener, 1);
     size = sizeof address;
-    if (getsockname(listener, (struct sockaddr *)&address, &size)) return -errno;
+    if (!bound || getsockname(listener, (struct sockaddr *)&address, &size)) {
+        int error = -errno;
+        close(listener);
+        return error;
+    }
     for (size_t i = 0; i < size - offsetof(struct sockaddr_un, sun_path) && 2 * i + 2 < room; i++)
         snprintf(name_hex + 2 * i, 3, "%02x", (unsigned char)address.sun_path[i]);
     return listener;

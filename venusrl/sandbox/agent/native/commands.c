@@ -147,9 +147,9 @@ void finish(struct job *job) {
             got = move_output(job, i);
     for (int i = 0; i < 2; i++)
         if (job->outputs[i] >= 0 && !job->terminal) {
+            if (here.old_pipe_count == MOST_OLD_PIPES) close_old(0);
             here.old_pipes[here.old_pipe_count++] = job->outputs[i];
             job->outputs[i] = -1;
-            if (here.old_pipe_count == MOST_OLD_PIPES) close_old(0);
         }
     close_job(job);
     write_job(job, answer_error);

@@ -160,6 +160,8 @@ static char **variables(const struct value *environment) {
 static int run(struct job *job, const struct shell *shell, const struct value *header, struct ends *ends) {
     const struct value *environment = get(header, "env"), *directory = get(header, "cwd");
     if (!environment || environment->kind != MAP) return -EINVAL;
+    for (size_t i = 0; i < environment->size; i++)
+        if (environment->items[i].kind != TEXT) return -EINVAL;
     char boot[256], *cwd = NULL;
     if (directory && directory->kind != NONE) {
         int error = full_path(header, "cwd", &cwd);
@@ -187,7 +189,7 @@ static void set_nonblocking(int fd) {
 bool spare_fits(const struct value *header, size_t size) {
     bool missing = false;
     const struct value *environment = get(header, "env"), *cwd = get(header, "cwd");
-    return is(header, "op", "exec") && environment && !environment->size && (!cwd || cwd->kind == NONE) &&
+    return is(header, "op", "exec") && environment && environment->kind == MAP && !environment->size && (!cwd || cwd->kind == NONE) &&
            get_integer(header, "script_bytes", &missing) == (int64_t)size && size <= SPARE_SCRIPT;
 }
 

@@ -230,12 +230,13 @@ static size_t utf8_size(const unsigned char *at, size_t left) {
     return overlong || not_a_character ? 0 : size;
 }
 
-void add_text(struct bytes *to, const char *data, size_t size) {
+static void add_quoted(struct bytes *to, const char *data, size_t size, bool as_it_is) {
     add(to, "\"", 1);
     for (size_t i = 0; i < size; ) {
         unsigned char c = (unsigned char)data[i];
         size_t length = utf8_size((const unsigned char *)data + i, size - i);
-        if (!length) addf(to, "\\udc%02x", c);
+        if (!length && !as_it_is) addf(to, "\\ufffd");
+        else if (!length) addf(to, "\\udc%02x", c);
         else if (c < 0x20 || c == 0x7F) addf(to, "\\u%04x", c);
         else if (c == '"' || c == '\\') addf(to, "\\%c", c);
         else add(to, data + i, length);
@@ -243,3 +244,7 @@ void add_text(struct bytes *to, const char *data, size_t size) {
     }
     add(to, "\"", 1);
 }
+
+void add_text(struct bytes *to, const char *data, size_t size) { add_quoted(to, data, size, true); }
+
+void add_shown(struct bytes *to, const char *data, size_t size) { add_quoted(to, data, size, false); }

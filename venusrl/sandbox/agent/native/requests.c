@@ -93,8 +93,10 @@ static int park(int64_t request) {
     prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);
     here.life = fds[0];
     here.oom = count > 1 ? fds[1] : -1;
-    for (struct job *job = here.jobs; job && greeting == '2'; job = job->next)
+    for (struct job *job = here.jobs; job && greeting == '2'; job = job->next) {
         job->attached = false; /* the new owner knows nothing of it, and can connect to it */
+        set_window(job, false, 0);
+    }
     say("{\"ready\":true}");
     open_watches(tell_events);
     return 0;
@@ -107,7 +109,7 @@ static void add_processes(struct bytes *to) {
         if (job->ended) continue;
         addf(to, "%s[%lld,%d,", first ? "" : ",", (long long)job->number, job->pid);
         struct bytes script = {0};
-        add_text(&script, job->script, job->script_size);
+        add_shown(&script, job->script, job->script_size);
         add(to, script.data, script.size);
         drop(&script);
         addf(to, ",%.9f]", now() - job->started);
