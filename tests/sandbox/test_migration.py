@@ -337,6 +337,21 @@ async def test_a_client_that_does_not_hold_on_keeps_it_where_it_is(nodes, monkey
     assert (await sandbox.exec("echo there")).text == "there\n"
 
 
+async def test_what_it_may_have_moves_with_it(nodes):
+    """Its time to live, and its limit of memory."""
+    a, b = nodes
+    sandbox = await a.create(Template("limited", ttl_s=4.0))
+    await a.resize(sandbox, 700 << 20)
+    await asyncio.sleep(1.0)
+    await sandbox.migrate(b.address)
+    began = time.monotonic()
+    result = await sandbox.exec("python3 -I -S -c 'x = bytearray(1) * (600 << 20); print(1)'", timeout_s=20)
+    assert (result.text, result.oom) == ("1\n", False)
+    with pytest.raises(SandboxLost, match="ttl"):
+        await sandbox.exec("sleep 30", timeout_s=60)
+    assert 1.0 < time.monotonic() - began < 3.2
+
+
 async def test_the_old_lease_does_not_end_it_there(nodes):
     a, b = nodes
     made = (await a._request("POST", "/sandboxes", json={"template": {"name": "http"}, "lease_s": 1.5})).json()

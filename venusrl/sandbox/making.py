@@ -45,17 +45,21 @@ class Restored:
 
     Attributes:
       parked: its agent is to wait, for an owner who is as before.
+      ttl_s: seconds that it may live from now on; None: those of its template.
     """
 
     snapshot: Snapshot
     folder: str
     criu: str
     parked: bool = False
+    ttl_s: float | None = None
 
     def request(self) -> dict:
         """What the spawner has to know of it."""
         fields = {"base": self.snapshot.base, "berth": self.snapshot.berth, "parked": self.parked}
         fields["memory_bytes"] = self.snapshot.memory_bytes
+        if self.ttl_s is not None:
+            fields["ttl_s"] = self.ttl_s
         return {"folder": self.folder, "criu": self.criu, **fields}
 
 
@@ -129,6 +133,7 @@ class Making:
         self._link: SpawnerLink | None = None
         self._link_lock = asyncio.Lock()
         self._on_pressure = on_pressure
+        self._ends: dict[str, float] = {}  # when they are to end, by the loop's time
         self._limits: dict[str, int] = {}  # of memory, of those that have another than their template's
         self.short_of_memory: set[str] = set()  # those that have stood still for want of it, and got no more
         self._alive: dict[str, ProcessSandbox | None] = {}
@@ -302,8 +307,10 @@ class Making:
         tree = str(layer.tree) if isinstance(layer, Layer) else layer and str(layer)
         request = self._request(template) | {"layer": tree, "build": build}
         if restored is None:
+            self._ends[sandbox_id] = asyncio.get_running_loop().time() + template.ttl_s
             return await link.create(sandbox_id, request)
         self._limits[sandbox_id] = restored.snapshot.memory_bytes
+        self._ends[sandbox_id] = asyncio.get_running_loop().time() + (restored.ttl_s or template.ttl_s)
         return await link.create(sandbox_id, request | restored.request(), "restore")
 
     async def _begin(
@@ -412,6 +419,7 @@ class Making:
         sandbox = self._alive.pop(sandbox_id)
         self._histories.pop(sandbox_id, None)
         self._limits.pop(sandbox_id, None)
+        self._ends.pop(sandbox_id, None)
         self.short_of_memory.discard(sandbox_id)
         layer = self._layers.pop(sandbox_id, None)
         if layer is not None:

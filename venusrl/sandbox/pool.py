@@ -18,6 +18,7 @@ from venusrl.sandbox.snapshots import Snapshot, SnapshotStore, default_folder, m
 __all__ = ["PoolStats", "SandboxPool"]
 
 MOVED = "moved"
+_LEAST_TTL_S = 0.1
 _LENT_BYTES = 64 << 20  # for a moment, to one that stands still for want of memory
 
 
@@ -169,7 +170,9 @@ class SandboxPool(Making):
                 await target.health()
                 async with _Standstill(self, sandbox, staged) as still:
                     snapshot = await asyncio.to_thread(self._snapshots.describe, staged, still.snapshot)
-                    told = sandbox.interests(clients or {}) | {"paused": still.was_paused, "lease_s": lease_s}
+                    left_s = max(_LEAST_TTL_S, self._ends[sandbox.id] - asyncio.get_running_loop().time())
+                    told = sandbox.interests(clients or {})
+                    told |= {"paused": still.was_paused, "lease_s": lease_s, "ttl_s": left_s}
                     await target.arrive(sandbox.id, snapshot, staged, told)
                     runs_there = await target.commit(sandbox.id, lambda: sandbox.lost is not None)
                     if sandbox.lost is not None:  # it was killed meanwhile
@@ -208,8 +211,8 @@ class SandboxPool(Making):
         if moving is not None:
             await asyncio.wait({moving})
 
-    async def arrive(self, sandbox_id: str, snapshot: Snapshot, folder: Path) -> None:
-        """Restores one of another node's, which does not run until `activate`.
+    async def arrive(self, sandbox_id: str, snapshot: Snapshot, folder: Path, ttl_s: float) -> None:
+        """Restores one of another node's, which does not run until `activate`, and ends after `ttl_s` seconds.
 
         Raises:
           SandboxError: it is here already, or cannot be restored.
@@ -223,7 +226,7 @@ class SandboxPool(Making):
         criu, layer = await self._what_it_takes(snapshot)
         await self._enter(snapshot.template, layer, sandbox_id, wait_s=0.0)
         try:
-            restored = Restored(snapshot, str(folder), criu, parked=True)
+            restored = Restored(snapshot, str(folder), criu, parked=True, ttl_s=ttl_s)
             await self._ask(sandbox_id, snapshot.template, layer, False, restored)
         except BaseException:
             await self._abandon(sandbox_id, None)

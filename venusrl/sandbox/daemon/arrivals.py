@@ -70,7 +70,7 @@ class Arrival:
     """One that is here, and does not run.
 
     Attributes:
-      about: who uses it: {clients, jobs, watches, paused, lease_s}.
+      about: who uses it, and how: {clients, jobs, watches, paused, lease_s, ttl_s}.
     """
 
     snapshot: Snapshot
@@ -122,12 +122,13 @@ class Arrivals:
             try:
                 about = json.loads(await reader.exactly(size))
                 snapshot = from_record(about.pop("snapshot"))
+                ttl_s = float(about.get("ttl_s", snapshot.template.ttl_s))
             except (ValueError, KeyError, AttributeError, TypeError) as error:
                 raise ConfigError(f"the header of an arriving sandbox: {error!r}") from None
             for name, (length, digest) in snapshot.files.items():
                 await _write(reader, folder / name, length, digest)
             folder.chmod(0o711)  # as that of one that is checked out
-            await self._pool.arrive(sandbox_id, snapshot, folder)
+            await self._pool.arrive(sandbox_id, snapshot, folder, ttl_s)
         except BaseException:
             await asyncio.to_thread(store.discard, folder)
             raise
