@@ -125,6 +125,8 @@ async def test_a_terminal(sandbox):
     await process.resize(50, 132)
     await process.send(b"\n")
     await until(b"50 132\r\n")
+    await process.send(b"there\n")
+    await until(b"there\r\nthere\r\n")  # the terminal's echo, and cat's: it runs
     await process.send(b"\x03")  # Ctrl-C: cat ends, and so does the shell
     assert (await process.wait()).exit_code in (-signal.SIGINT, 130)
     plain = await sandbox.start("sleep 5")
