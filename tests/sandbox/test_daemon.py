@@ -16,8 +16,10 @@ import websockets
 
 from venusrl.core.errors import ConfigError, SandboxCapacity, SandboxError, SandboxLost
 from venusrl.sandbox import Template
-from venusrl.sandbox.daemon.app import from_json, to_json
+from venusrl.sandbox.client import RANGE
+from venusrl.sandbox.codec import from_json, to_json
 from venusrl.sandbox.daemon.client import Node
+from venusrl.sandbox.daemon.hub import Hub
 from venusrl.sandbox.wire import WireError, pack, unpack
 
 from .conftest import ROOT, end, processes, start_daemon
@@ -311,3 +313,21 @@ def test_templates_and_frames_survive_the_way():
     for bad in (b"", pack({}, b"x")[:-1], pack({}) + b"x", b"\0\0\0\1\0\0\0\0{"):
         with pytest.raises(WireError):
             unpack(bad)
+
+
+async def test_who_has_not_followed_a_move_holds_up_the_next():
+    """What it has missed is in this hub, and would be lost with it."""
+
+    class Box:
+        ranges, lost, foreign = 5, None, None
+
+    seen = []
+    hub = Hub(Box(), {"clients": [3], "jobs": {"7": [3]}})
+    hub._tell({"id": 3 * RANGE + 1, "exit_code": 0}, b"missed")
+    with pytest.raises(SandboxError, match="not followed"):
+        await hub.hold("http://there", 0.1)
+    hub.attach(lambda header, body: seen.append(body), 3 * RANGE)
+    hub.catch_up(3 * RANGE)
+    assert seen == [b"missed"] and hub.state()["clients"] == [3]
+    with pytest.raises(SandboxError, match="do not answer"):
+        await hub.hold("http://there", 0.1)

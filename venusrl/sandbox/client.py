@@ -12,15 +12,15 @@ from typing import Protocol
 
 from venusrl.core.errors import ConfigError, SandboxLost, SandboxUnsupported
 from venusrl.sandbox.agent.files import CHUNK_BYTES
-from venusrl.sandbox.contract import MIB, ExecResult, FileChange, FileInfo, ProcessInfo, Template, check_env
+from venusrl.sandbox.contract import MIB, ExecResult, FileChange, FileInfo, ProcessInfo, Template
 from venusrl.sandbox.process import WINDOW_BYTES, RemoteProcess, check_size
+from venusrl.sandbox.requests import command, exec_result, unfollowed
 from venusrl.sandbox.wire import WireError, pack, read_frame, unpack
 
 # An agent that has not answered this long after the deadline is broken, and its sandbox is killed.
 _GRACE_S = 30.0
 # How long the reason of a sandbox's end may come after its socket closed.
 _REASON_WAIT_S = 5.0
-_USERS = ("", "sandbox")
 _MOST_CHANGES = 10_000  # of a watched path that wait to be taken
 RANGE = 1 << 32  # ids of one client
 _UNANSWERED = ("cancel", "window")
@@ -121,7 +121,7 @@ class ProcessSandbox:
         stdin: bytes = b"",
     ) -> ExecResult:
         """See Sandbox.exec."""
-        header, raw = _command("exec", script, timeout_s, silent_s, user, cwd, user_env)
+        header, raw = command("exec", script, timeout_s, silent_s, user, cwd, user_env)
         header |= {"stdin": "bytes", "pty": None, "merged": True, "window": None}
         await self._until_running()
         request_id, future = self._send(header, raw + stdin)
@@ -131,7 +131,7 @@ class ProcessSandbox:
             if self._lost is None:
                 self._send({"op": "cancel", "job": request_id})
             raise
-        return _result(answer, output)
+        return exec_result(answer, output)
 
     async def start(
         self,
@@ -147,7 +147,7 @@ class ProcessSandbox:
         follow: bool = True,
     ) -> RemoteProcess:
         """See Sandbox.start."""
-        header, raw = _command("start", script, timeout_s, silent_s, user, cwd, user_env)
+        header, raw = command("start", script, timeout_s, silent_s, user, cwd, user_env)
         if pty is not None:
             check_size(*pty)
             if stdin:
@@ -400,7 +400,7 @@ class ProcessSandbox:
             group.remove(process)
             if not group:
                 self._processes.pop(process.id, None)
-            self._tell({"op": "cancel", "job": request_id} if job is None else _unfollowed(job))
+            self._tell({"op": "cancel", "job": request_id} if job is None else unfollowed(job))
             raise
         return process
 
@@ -507,52 +507,4 @@ class ProcessSandbox:
                 process.came(message["stream"], body)
         elif "exit_code" in message:
             for process in self._processes.pop(message["job"], ()):
-                process.ended(_result(message, body))
-
-
-def _unfollowed(job: int) -> dict:
-    return {"op": "window", "job": job, "bytes": None}
-
-
-def _command(
-    what: str,
-    script: str | bytes,
-    timeout_s: float | None,
-    silent_s: float | None,
-    user: str,
-    cwd: str | None,
-    user_env: Mapping[str, str] | None,
-) -> tuple[dict, bytes]:
-    """The request's header and the script's bytes. ConfigError for what cannot be."""
-    for name, value in (("timeout_s", timeout_s), ("silent_s", silent_s)):
-        if value is not None and not value > 0:
-            raise ConfigError(f"{what} {name}={value!r}: give a positive number of seconds")
-    if user not in _USERS:
-        raise ConfigError(f"{what} user={user!r}: the process backend has one user, 'sandbox'")
-    if cwd is not None and (not cwd or "\0" in cwd):
-        raise ConfigError(f"{what} cwd={cwd!r}: give a directory, without NUL")
-    env = dict(user_env or {})
-    check_env(f"{what} user_env", env)
-    raw = _encoded(script) if isinstance(script, str) else script
-    header = {"op": what, "timeout_s": timeout_s, "silent_s": silent_s, "env": env, "script_bytes": len(raw)}
-    return {**header, "cwd": cwd}, raw
-
-
-def _encoded(script: str) -> bytes:
-    """As UTF-8; undecodable bytes as they were, and what is no text at all (a lone surrogate) as it is."""
-    try:
-        return script.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        return script.encode("utf-8", "surrogatepass")
-
-
-def _result(answer: dict, output: bytes) -> ExecResult:
-    return ExecResult(
-        exit_code=answer["exit_code"],
-        output=output,
-        output_total=answer["total"],
-        timed_out=answer["timed_out"] in ("deadline", "silent", "cancelled"),
-        seconds=answer["seconds"],
-        oom=answer["oom"],
-        silent=answer["timed_out"] == "silent",
-    )
+                process.ended(exec_result(message, body))

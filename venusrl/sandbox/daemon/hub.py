@@ -15,6 +15,7 @@ Send = Callable[[dict, bytes], None]
 # What a client may ask for; "park" is its node's affair.
 _COMMANDS = ("exec", "start", "processes", "connect", "window", "cancel", "input", "signal", "resize")
 _OPS = frozenset((*_COMMANDS, "read", "write", "stat", "list", "watch", "unwatch", "pause", "resume"))
+_LOOK_S = 0.02
 _HEADER_BYTES = 512  # that a frame counts for, besides its body
 _MOST_MISSED = 64 << 20  # bytes that are kept for a client that is away
 
@@ -126,6 +127,11 @@ class Hub:
 
     async def hold(self, node: str, wait_s: float) -> None:
         """Clients keep what they would send from now on; when this returns, all they have sent is here."""
+        give_up = asyncio.get_running_loop().time() + wait_s
+        while self._away:  # what they missed is here
+            if asyncio.get_running_loop().time() > give_up:
+                raise SandboxError("clients have not followed it here yet; it goes on here")
+            await asyncio.sleep(_LOOK_S)
         self._held = {client: asyncio.Event() for client in self._clients}
         for send in self._clients.values():
             send({"moving": node}, b"")

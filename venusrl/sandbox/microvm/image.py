@@ -50,7 +50,7 @@ class Image:
 
 
 def find_image(folder: Path | None = None) -> Image:
-    """The image of this host, made where it is not there yet (ten seconds).
+    """The image of this host, made where it is not there yet, which takes seconds.
 
     Raises:
       SandboxUnsupported: something that it takes is missing; the message says what would bring it.
@@ -121,7 +121,11 @@ def _copy_program(root: Path, program: Path) -> None:
     target = root / "usr/bin" / program.name
     if not target.exists():
         shutil.copy2(source, target)
-    for library in libraries(source):
+    _copy_libraries(root, source)
+
+
+def _copy_libraries(root: Path, program: Path) -> None:
+    for library in libraries(program):
         place = root / library.relative_to("/")
         if not place.exists():
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -144,11 +148,7 @@ def _copy_python(root: Path) -> None:
     ignored = shutil.ignore_patterns(*_PYTHON_LEAVES_OUT)
     shutil.copytree(library, root / "usr/lib" / version, ignore=ignored, symlinks=False, dirs_exist_ok=True)
     for module in (root / "usr/lib" / version).rglob("*.so"):
-        for needed in libraries(module):
-            place = root / needed.relative_to("/")
-            if not place.exists():
-                place.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(needed.resolve(), place)
+        _copy_libraries(root, module)
 
 
 def cpio(root: Path) -> Iterator[bytes]:

@@ -102,7 +102,7 @@ class Group:
         """Moves a process in; its later children follow."""
         for directory in self._directories:
             if directory not in self._entered:
-                _write(f"{directory}/cgroup.procs", str(pid))
+                write(f"{directory}/cgroup.procs", str(pid))
 
     def enter(self) -> None:
         """Moves this process in, as far as it can come back, so that what it forks is there; `join` does the rest.
@@ -112,13 +112,13 @@ class Group:
         """
         for directory, home in zip(self._directories, self._homes, strict=True):
             if home is not None:
-                _write(f"{directory}/tasks", "0")
+                write(f"{directory}/tasks", "0")
                 self._entered.append(directory)
 
     def leave(self) -> None:
         """Moves this process back."""
         for home in filter(None, self._homes):
-            _write(f"{home}/tasks", "0")
+            write(f"{home}/tasks", "0")
 
     def hold_on_oom(self) -> int:
         """From now on processes that need more memory than there is wait; a descriptor that tells when one does.
@@ -130,8 +130,8 @@ class Group:
             raise OSError(errno.ENOTSUP, "Template.oom='hold' needs a memory cgroup of version 1; use 'kill'")
         fd = namespaces.eventfd()
         try:
-            _write(f"{os.path.dirname(self._oom_path)}/cgroup.event_control", f"{fd} {self.oom_fd}")
-            _write(self._oom_path, "1")
+            write(f"{os.path.dirname(self._oom_path)}/cgroup.event_control", f"{fd} {self.oom_fd}")
+            write(self._oom_path, "1")
         except OSError:
             os.close(fd)
             raise
@@ -149,7 +149,7 @@ class Group:
         if not self._oom_path.endswith("memory.oom_control"):
             if self.usage()[0] > memory_bytes:  # version 2 would kill for it
                 raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
-            _write(f"{directory}/memory.max", str(memory_bytes))
+            write(f"{directory}/memory.max", str(memory_bytes))
             return
         # The one with swap may never be the lower: it is the first to be raised, the last to be lowered.
         files = ["memory.memsw.limit_in_bytes", "memory.limit_in_bytes"]
@@ -157,13 +157,13 @@ class Group:
             files = files if memory_bytes >= int(f.read()) else files[::-1]
         for file in files:
             if os.path.exists(f"{directory}/{file}"):
-                _write(f"{directory}/{file}", str(memory_bytes))
+                write(f"{directory}/{file}", str(memory_bytes))
 
     def settle(self, memory_bytes: int, pids: int) -> None:
         """Limits as a new group would have them; one that has more memory already may keep that, and gets no more."""
         for directory in self._directories:
             if os.path.exists(f"{directory}/pids.max"):
-                _write(f"{directory}/pids.max", str(pids + _PIDS_HEADROOM))
+                write(f"{directory}/pids.max", str(pids + _PIDS_HEADROOM))
         if self._oom_path is not None:
             try:
                 self.resize(memory_bytes)
@@ -237,7 +237,7 @@ class Cgroups:
             directories.append(directory)
             for file, value in hierarchy.limits(memory_bytes, pids):
                 if os.path.exists(f"{directory}/{file}"):
-                    _write(f"{directory}/{file}", value)
+                    write(f"{directory}/{file}", value)
             if hierarchy.oom_file is not None:
                 oom_path = f"{directory}/{hierarchy.oom_file}"
                 usage_paths = tuple(f"{directory}/{file}" for file in hierarchy.usage_files)
@@ -284,7 +284,7 @@ def _home(point: str, relative: str) -> str | None:
     """This process's own group, if it may move there."""
     home = _parents(point, relative)[0]
     try:
-        _write(f"{home}/tasks", "0")
+        write(f"{home}/tasks", "0")
     except OSError:
         return None
     return home
@@ -321,7 +321,7 @@ def _make_spawner_directory(parent: str, name: str, version: int, wanted: tuple[
             with open(f"{directory}/cgroup.controllers") as f:
                 served = tuple(set(wanted) & set(f.read().split()))
             if served:
-                _write(f"{directory}/cgroup.subtree_control", " ".join(f"+{controller}" for controller in served))
+                write(f"{directory}/cgroup.subtree_control", " ".join(f"+{controller}" for controller in served))
         except OSError:
             served = ()
     if not served:
@@ -375,7 +375,8 @@ def _pid_namespace() -> int:
     return os.stat("/proc/self/ns/pid").st_ino
 
 
-def _write(path: str, text: str) -> None:
+def write(path: str, text: str) -> None:
+    """In one call, as files of the kernel's want it."""
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(fd, text.encode())

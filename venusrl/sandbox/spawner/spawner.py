@@ -467,9 +467,9 @@ class Spawner:
             users = groups = f"0 {self._next_users()} {_USERS}"
         else:
             users, groups = f"{rootfs.USER_ID} {os.geteuid()} 1", f"{rootfs.USER_ID} {os.getegid()} 1"
-            _write(f"/proc/{pid}/setgroups", "deny")
-        _write(f"/proc/{pid}/uid_map", users)
-        _write(f"/proc/{pid}/gid_map", groups)
+            limits.write(f"/proc/{pid}/setgroups", "deny")
+        limits.write(f"/proc/{pid}/uid_map", users)
+        limits.write(f"/proc/{pid}/gid_map", groups)
 
     def _next_users(self) -> int:
         """The first of the host's users that the next sandbox has."""
@@ -555,14 +555,6 @@ def _range_is_mapped() -> bool:
     with open("/proc/self/uid_map") as f:
         rows = [[int(field) for field in line.split()] for line in f]
     return any(first <= _FIRST_USER and last <= first + count for first, _, count in rows)
-
-
-def _write(path: str, text: str) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        os.write(fd, text.encode())
-    finally:
-        os.close(fd)
 
 
 def main(arguments: list[str]) -> None:

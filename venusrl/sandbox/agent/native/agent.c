@@ -88,7 +88,8 @@ static double patience(void) {
 }
 
 static void step(const sigset_t *while_waiting) {
-    struct bytes sources = {0}, polls = {0};
+    static struct bytes sources, polls; /* their room is kept from step to step */
+    sources.size = polls.size = 0;
     want(&sources, &polls, (struct source){CONTROL, here.control, 0}, POLLIN);
     want(&sources, &polls, (struct source){LIFE, here.life, 0}, POLLIN);
     if (watch_fd() >= 0) want(&sources, &polls, (struct source){WATCHES, watch_fd(), 0}, POLLIN);
@@ -103,8 +104,6 @@ static void step(const sigset_t *while_waiting) {
     for (size_t i = 0; found > 0 && i < count; i++)
         if (ready[i].revents) handle((struct source *)sources.data + i);
     meet_deadlines();
-    drop(&sources);
-    drop(&polls);
 }
 
 static void awake(int number) { (void)number; }
