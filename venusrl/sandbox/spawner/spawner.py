@@ -26,11 +26,10 @@ import sys
 import time
 from collections.abc import Callable
 
-from venusrl.sandbox.agent.agent import Agent
 from venusrl.sandbox.agent.berth import ADOPTED, KEPT, meet
 from venusrl.sandbox.spawner import limits, namespaces, rootfs, saving, seccomp
+from venusrl.sandbox.spawner.birth import USER_NAMESPACE_FIX, Birth
 from venusrl.sandbox.spawner.holder import hold
-from venusrl.sandbox.wire import pack
 
 PACKET_BYTES = 1 << 17
 # Host users given to sandboxes: 64 Ki each, in a range no distribution assigns.
@@ -41,13 +40,6 @@ _USAGE_ROWS = 500  # in a packet
 _HELPER_BYTES, _HELPER_PIDS = 128 << 20, 32
 _UNLIMITED = 1 << 50
 _LONGEST_POLL_S = 3600.0  # poll(2) takes no more than 2^31 ms, and a ttl may be longer
-_USER_NAMESPACE_FIX = (
-    "this host does not let this process make a sandbox. Run as root, or allow unprivileged user namespaces: "
-    "sysctl user.max_user_namespaces > 0, kernel.unprivileged_userns_clone=1 (Debian), "
-    "kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu); in a container, use a seccomp profile that allows "
-    "clone with namespaces and mount (Docker: --security-opt seccomp=unconfined --security-opt "
-    "systempaths=unconfined --cap-add SYS_ADMIN)"
-)
 
 
 class _Box:
@@ -87,20 +79,22 @@ class Spawner:
 
     def __init__(self, control: socket.socket, python_prefix: str | None, agent: str | None):
         self._control = control
-        self._agent = agent
         self._host = rootfs.Host(python_prefix, agent)
         with open("/proc/self/mountinfo") as mounts, open("/proc/self/cgroup") as own:
             mountinfo = mounts.read()
             limits.reap(mountinfo)
             self._cgroups = limits.detect(mountinfo, own.read())
         self._range_mode = os.geteuid() == 0 and _range_is_mapped()
-        self._prepared = self._prepare() if self._range_mode else None
-        self._seccomp = seccomp.program(os.uname().machine) if seccomp.supported(os.uname().machine) else None
         self._made = self._saves = 0
         self._boxes: dict[int, _Box] = {}
         self._helpers: dict[int, _Helper] = {}
         self._unremoved: list[limits.Group] = []
         self._life_read, self._life_write = os.pipe2(os.O_CLOEXEC)
+        arch = os.uname().machine
+        self._filter = seccomp.program(arch) if seccomp.supported(arch) else None
+        prepared = self._prepare() if self._range_mode else None
+        has_limit = self._cgroups.report["memory"] is not None
+        self._birth = Birth(self._host, prepared, self._range_mode, has_limit, self._filter, self._life_read)
         self._owner_fd = os.pidfd_open(os.getppid())
         self._poll = select.poll()
 
@@ -119,7 +113,7 @@ class Spawner:
         self._poll.register(self._control.fileno(), select.POLLIN)
         self._poll.register(self._owner_fd, select.POLLIN)
         mode = "range" if self._range_mode else "single"
-        has_seccomp = self._seccomp is not None
+        has_seccomp = self._filter is not None
         try:
             self._tell({"event": "hello", "mode": mode, "cgroups": self._cgroups.report, "seccomp": has_seccomp})
             while self._step():
@@ -412,7 +406,7 @@ class Spawner:
             if hold >= 0:
                 os.close(hold)
             refused = error.errno in (errno.EPERM, errno.ENOSPC, errno.EUSERS, errno.EINVAL, errno.EACCES)
-            self._refuse(request["id"], group, f"{error}; {_USER_NAMESPACE_FIX}" if refused else str(error))
+            self._refuse(request["id"], group, f"{error}; {USER_NAMESPACE_FIX}" if refused else str(error))
 
     def _fork(self, request: dict, group: limits.Group, agent_end: socket.socket) -> int:
         ours, theirs = socket.socketpair()
@@ -422,7 +416,7 @@ class Spawner:
                 pid = namespaces.clone(namespaces.SANDBOX_NAMESPACES)
                 if pid == 0:
                     ours.close()
-                    self._become_agent(request, group.oom_fd, agent_end, theirs)
+                    self._birth.become_agent(request, group.oom_fd, agent_end, theirs, self._life_write)
             finally:
                 group.leave()
             try:
@@ -446,7 +440,7 @@ class Spawner:
         try:
             group.join(os.getpid())
             os.close(self._life_write)
-            hold(request["hold"], self._keep_only(holder_end), self._life_read)
+            hold(request["hold"], self._birth.keep_only(holder_end), self._life_read)
         finally:
             os._exit(0)
 
@@ -475,78 +469,6 @@ class Spawner:
         """The first of the host's users that the next sandbox has."""
         self._made += 1
         return _FIRST_USER + _USERS * ((os.getpid() + self._made) % _RANGES)
-
-    # In the new process
-
-    def _become_agent(self, request: dict, oom_fd: int | None, control: socket.socket, gate: socket.socket) -> None:
-        """Never returns. A step that fails is reported to the owner on the agent's socket."""
-        try:
-            gc.enable()
-            os.close(self._life_write)
-            go, layer, _, _ = socket.recv_fds(gate, 1, 1)
-            if go != b"1":
-                return
-            control = self._keep_only(control, oom_fd, *layer)
-            self._confine(request, *layer)
-            data_bytes = None if self._cgroups.report["memory"] else request["memory_bytes"]
-            limits.limit_agent(request["file_bytes"], data_bytes)
-            if self._agent is not None:
-                self._run_program(request, control.fileno(), -1 if oom_fd is None else oom_fd)
-            Agent(control, self._life_read, oom_fd, request["pids"], request["output_bytes"], request["env"]).serve()
-        except OSError as error:
-            control.sendall(pack({"setup_error": f"{error}; {_USER_NAMESPACE_FIX}"}))
-        finally:
-            os._exit(0)
-
-    def _run_program(self, request: dict, control: int, oom_fd: int) -> None:
-        """The agent's program in place of this one."""
-        fds = (control, self._life_read, oom_fd)
-        for fd in fds:
-            if fd >= 0:
-                os.set_inheritable(fd, True)
-        numbers = (*fds, limits.process_limit(request["pids"]), request["output_bytes"])
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.execve(rootfs.AGENT, ["agent", *(str(number) for number in numbers)], request["env"])
-
-    def _keep_only(self, control: socket.socket, *fds: int | None) -> socket.socket:
-        """Closes the spawner's descriptors: its control socket, its pidfds, other sandboxes' counters."""
-        keep = sorted(fd for fd in (control.fileno(), self._life_read, *fds) if fd is not None)
-        null = os.open("/dev/null", os.O_RDWR)
-        for fd in (0, 1, 2):
-            os.dup2(null, fd)
-        low = 3
-        for fd in keep:
-            os.closerange(low, fd)
-            low = fd + 1
-        os.closerange(low, os.sysconf("SC_OPEN_MAX"))
-        return control
-
-    def _confine(self, request: dict, layer: int | None = None) -> None:
-        os.setsid()
-        os.umask(0o022)
-        host = self._host if self._prepared is not None else self._host.opened()
-        if self._range_mode:
-            os.setgroups([])
-            os.setresgid(0, 0, 0)
-            os.setresuid(0, 0, 0)
-        namespaces.set_hostname(rootfs.HOSTNAME)
-        files = None
-        if layer is not None:
-            files = rootfs.Layer(layer, True, request["build"])
-        elif request["layer"] is not None:  # the files are this user's, as the sandbox is
-            files = rootfs.Layer(os.open(request["layer"], os.O_PATH | os.O_DIRECTORY), False, request["build"])
-        rootfs.enter(request["disk_bytes"], self._prepared, host, files)
-        namespaces.drop_bounding_set()
-        if self._range_mode:
-            os.setresgid(rootfs.USER_ID, rootfs.USER_ID, rootfs.USER_ID)
-            os.setresuid(rootfs.USER_ID, rootfs.USER_ID, rootfs.USER_ID)
-        namespaces.clear_capabilities()
-        namespaces.set_no_new_privs()
-        namespaces.set_dumpable(False)
-        if self._seccomp is not None:
-            namespaces.install_seccomp(self._seccomp)
-        # Last, for a change of credentials clears it. If the spawner died before, the pipe has ended already.
-        namespaces.die_with_parent()
 
 
 def _range_is_mapped() -> bool:
