@@ -2,6 +2,7 @@
 
     python -m launchers.sandboxd --port=7700
     python -m launchers.sandboxd --socket=/run/venusrl.sock      # only this user can connect
+    python -m launchers.sandboxd --backend=gvisor                # or qemu, firecracker: machines of their own
     python -m launchers.sandboxd --check                         # what works on this host, and why the rest does not
 
 In Python, with Node from venusrl.sandbox.daemon.client:
@@ -25,11 +26,13 @@ from venusrl.core.listening import answer, listen, listen_at
 from venusrl.sandbox import SandboxPool
 from venusrl.sandbox.check import backends
 from venusrl.sandbox.daemon.app import Daemon
+from venusrl.sandbox.machines.pool import BACKENDS, MachinePool
 
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on. There is no authentication: keep it private.")
 _PORT = flags.DEFINE_integer("port", 7700, "Port to listen on; 0 takes a free one.", 0, 65535)
 _SOCKET = flags.DEFINE_string("socket", "", "Path of a socket file to listen on, in place of host and port.")
 _MAX_SANDBOXES = flags.DEFINE_integer("max_sandboxes", 500, "Sandboxes at once.", lower_bound=1)
+_BACKEND = flags.DEFINE_enum("backend", "process", ["process", *BACKENDS], "Kind of sandboxes.")
 _WAIT_S = flags.DEFINE_float("wait_s", 60.0, "Seconds that creation waits for a place.", lower_bound=0.0)
 _TEMPLATES = flags.DEFINE_string("templates", "", "Folder of built templates; empty: one of this user's.")
 _SNAPSHOTS = flags.DEFINE_string("snapshots", "", "Folder of saved sandboxes; empty: one of this user's.")
@@ -66,8 +69,12 @@ async def serve() -> None:
     snapshots = _SNAPSHOTS.value or None
     key = read_key(_KEY_FILE.value) if _KEY_FILE.value else ""
     folders = {"templates": templates, "snapshots": snapshots, "key": key}
-    limits = {"max_sandboxes": _MAX_SANDBOXES.value, "wait_s": _WAIT_S.value}
-    async with SandboxPool(**limits, **folders, on_pressure=lambda sandbox: daemon.pressed(sandbox)) as pool:
+    options = {"max_sandboxes": _MAX_SANDBOXES.value, "wait_s": _WAIT_S.value, **folders}
+    if _BACKEND.value == "process":
+        pool = SandboxPool(**options, on_pressure=lambda sandbox: daemon.pressed(sandbox))
+    else:
+        pool = MachinePool(_BACKEND.value, **options)
+    async with pool:
         daemon = Daemon(pool, tuple(_LOWERS.value), tuple(_PEERS.value), key)
         if pool.host["mode"] == "single":
             logging.warning("not root: sandboxes are of one user, without cgroups of their own where the host has none")

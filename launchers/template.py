@@ -20,7 +20,7 @@ from absl import app, flags
 
 from venusrl.core.errors import ConfigError, VenusError
 from venusrl.sandbox import SandboxPool, Template
-from venusrl.sandbox.layers import LayerStore, default_folder
+from venusrl.sandbox.layers import LayerStore, default_folder, layer_key
 
 _STORE = flags.DEFINE_string("store", "", "Folder of built templates; empty: one of this user's.")
 _USAGE = "usage: python -m launchers.template build FILE | list | inspect NAME | delete NAME [--store=FOLDER]"
@@ -50,7 +50,7 @@ async def build(template: Template, store: LayerStore) -> str:
         raise ConfigError(f"template {template.name!r} has neither setup nor lowers: there is nothing to build")
     async with SandboxPool(max_sandboxes=1, templates=store.folder) as pool:
         await (await pool.create(template)).kill()
-    return store.key(template)
+    return layer_key(template)
 
 
 def run(arguments: list[str], store: LayerStore) -> None:

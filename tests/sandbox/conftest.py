@@ -4,14 +4,15 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from venusrl.core.errors import SandboxUnsupported
 from venusrl.sandbox import SandboxPool, Template
 from venusrl.sandbox.daemon.client import Node
-from venusrl.sandbox.microvm.image import why_not as why_no_machines
-from venusrl.sandbox.microvm.pool import MachinePool
+from venusrl.sandbox.machines.pool import BACKENDS, MachinePool
 from venusrl.sandbox.programs import find_criu
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,16 +68,29 @@ def machines(tmp_path_factory):
         yield folder
 
 
-machine = pytest.param("machine", marks=[pytest.mark.slow, pytest.mark.machine])
+MACHINES = [pytest.param(name, marks=[pytest.mark.slow, pytest.mark.machine]) for name in BACKENDS]
 
 
-@pytest.fixture(params=["process", "python", "daemon", machine])
+@asynccontextmanager
+async def machine_pool(backend: str, **options):
+    """Skips the test where this host has none of that kind."""
+    pool = MachinePool(backend, **{"max_sandboxes": 4, "wait_s": 10.0, **options})
+    try:
+        await pool.open()
+    except SandboxUnsupported as error:
+        pytest.skip(str(error))
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+@pytest.fixture(params=["process", "python", "daemon", *MACHINES])
 async def pool(request, tmp_path):
-    """With the agent's program, with the Python agent, behind a daemon, and as virtual machines."""
-    if request.param == "machine":
-        if why_no_machines():
-            pytest.skip(why_no_machines())
-        async with MachinePool(max_sandboxes=4, wait_s=10.0, templates=request.getfixturevalue("machines")) as pool:
+    """With the agent's program, with the Python agent, behind a daemon, and as machines of each kind."""
+    if request.param in BACKENDS:
+        folders = {"templates": request.getfixturevalue("machines"), "snapshots": tmp_path / "snapshots"}
+        async with machine_pool(request.param, **folders) as pool:
             yield pool
         return
     if request.param != "daemon":
@@ -93,6 +107,8 @@ async def pool(request, tmp_path):
 
 # For tests that see a sandbox's processes from the host.
 on_host = pytest.mark.parametrize("pool", ["process", "python", "daemon"], indirect=True)
+# For tests of what the host's own kernel, or a guest's, keeps sandboxes from; gVisor is another kernel.
+on_linux = pytest.mark.parametrize("pool", ["process", "python", "daemon", *MACHINES[:2]], indirect=True)
 # For tests that look behind a pool.
 in_process = pytest.mark.parametrize("pool", ["process"], indirect=True)
 
@@ -109,6 +125,6 @@ def needs_memory_cgroup(pool):
 
 
 needs_criu = pytest.mark.skipif(
-    os.geteuid() != 0 or find_criu()[0] is None, reason="saves sandboxes; needs root, and launchers.install_criu"
+    os.geteuid() != 0 or find_criu()[0] is None, reason="saves sandboxes; needs root, and launchers.install criu"
 )
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="sets up another user, needs root")

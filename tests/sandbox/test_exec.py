@@ -120,8 +120,8 @@ async def test_huge_output_is_bounded(pool):
     marker = re.search(rb"\n\[\.\.\. (\d+) bytes elided \.\.\.\]\n", result.output)
     assert int(marker[1]) == result.output_total - 10_000
     assert len(result.output) == 10_000 + len(marker[0])
-    peak_kib = int(re.search(rb"VmHWM:\s+(\d+) kB", result.output)[1])
-    assert peak_kib < 40_000
+    peak = re.search(rb"VmHWM:\s+(\d+) kB", result.output)  # which gVisor does not tell
+    assert pool.host["mode"] == "gvisor" or int(peak[1]) < 40_000
 
 
 async def test_cancelled_exec_is_stopped_and_its_answer_not_mistaken(sandbox):

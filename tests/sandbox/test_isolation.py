@@ -11,9 +11,10 @@ import pytest
 from venusrl.core.errors import SandboxLost
 from venusrl.sandbox import Template
 
-from .conftest import in_process
+from .conftest import in_process, on_linux
 
 
+@on_linux
 async def test_not_root_and_no_privileges(sandbox):
     result = await sandbox.exec("id -u; id -g; id -G; cat /proc/self/status")
     assert result.text.split()[:3] == ["1000", "1000", "1000"]
@@ -102,6 +103,7 @@ print("mknod", name(libc.mknod(b"/tmp/sda", 0o60666, 0x800)))
 """
 
 
+@on_linux
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="no seccomp filter for this machine")
 async def test_dangerous_calls_are_denied(sandbox):
     await sandbox.write("calls.py", CALLS.encode())

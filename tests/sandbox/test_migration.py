@@ -45,12 +45,12 @@ def key_file():
 
 
 @asynccontextmanager
-async def two(*before):
-    """Two daemons, and a client of each; they run the code of `before` first."""
+async def two(*before, flags=((), ())):
+    """Two daemons, and a client of each; they run the code of `before` first, and have flags of their own."""
     with key_file() as path:
         daemons = [
-            start_daemon("--max_sandboxes=6", "--wait_s=1", f"--key_file={path}", before=code)
-            for code in before or ("", "")
+            start_daemon("--max_sandboxes=6", "--wait_s=1", f"--key_file={path}", *own, before=code)
+            for code, own in zip(before or ("", ""), flags, strict=True)
         ]
     try:
         async with Node(daemons[0][1], lease_s=3.0) as a, Node(daemons[1][1], lease_s=3.0) as b:
@@ -205,6 +205,46 @@ async def test_its_template_goes_by_its_key(nodes, tmp_path):
     assert (await sandbox.exec("stat -c %s warm; cat own")).text == "30000000\nmine"
     [row] = await b.list()
     assert row["private"] < 5_000_000 and row["shared"] == 30_000_000
+
+
+async def test_its_template_goes_along(tmp_path):
+    """Where the other node does not have it: the same files, of the same modes, shared there by all that come."""
+    setup = "head -c 3000000 /dev/urandom > warm; mkdir -p d/e; ln -s ../warm d/link; echo x > d/run; chmod 750 d/run"
+    template = Template("travels", setup=(setup,))
+    async with two(flags=([f"--templates={tmp_path}/a"], [f"--templates={tmp_path}/b"])) as (a, b):
+        boxes = [await a.create(template) for _ in range(2)]
+        look = "sha256sum warm d/link; stat -c '%n %a %u %F' . d d/e d/link d/run warm"
+        before = (await boxes[0].exec(look)).text
+        for sandbox in boxes:
+            await sandbox.write("own", sandbox.id.encode())
+            await sandbox.migrate(b.address)
+            assert (await sandbox.exec(look)).text == before
+            assert await sandbox.read("own") == sandbox.id.encode()
+        assert await (await b.create(template)).stat("warm")  # and it is not built again
+        [here], [there] = ([p for p in (tmp_path / name).iterdir() if len(p.name) == 64] for name in "ab")
+        assert (here / "manifest.json").read_text() == (there / "manifest.json").read_text()
+        async with two(flags=([f"--templates={tmp_path}/c"], [f"--templates={tmp_path}/c"])) as (c, _):
+            other = await c.create(template)  # the same recipe, and other files: they are random
+            assert (await other.exec(look)).text != before
+            with pytest.raises(SandboxError, match="other files"):
+                await other.migrate(b.address)
+            assert (await other.exec("echo on")).text == "on\n"
+
+
+async def test_a_template_that_comes_damaged_is_not_kept(nodes, tmp_path):
+    _, b = nodes
+    key = "ab" * 32
+    (tmp_path / "tree.tar").write_bytes(b"no archive")
+    (tmp_path / "manifest.json").write_text("{}")
+    b_with_key = Node(b.address, key=KEY)
+    with pytest.raises(SandboxError, match="cannot be packed or unpacked"):
+        await b_with_key.send_template(key, "d" * 64, tmp_path)
+    assert await b.template(key) is None
+    with pytest.raises(SandboxUnsupported, match="key_file"):
+        await b.send_template(key, "d" * 64, tmp_path)
+    with pytest.raises(ConfigError, match="hexadecimal"):
+        await b_with_key.send_template("zz", "d" * 64, tmp_path)
+    await b_with_key.close()
 
 
 HOG = "python3 -I -S -c 'x = bytearray(1) * (120 << 20); print(len(x) >> 20)'"

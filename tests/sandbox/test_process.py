@@ -12,6 +12,8 @@ import pytest
 from venusrl.core.errors import ConfigError, SandboxLost
 from venusrl.sandbox import Template
 
+from .conftest import on_linux
+
 
 async def collect(process):
     """All output by stream, and the end."""
@@ -266,6 +268,7 @@ async def test_watched_files_tell_their_changes(sandbox):
         await anext(sandbox.watch("none"))
 
 
+@on_linux
 async def test_terminals_of_one_sandbox_do_not_use_up_anothers(pool):
     greedy, other = await pool.create(Template("greedy")), await pool.create(Template("other"))
     script = (

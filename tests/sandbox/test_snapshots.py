@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.sandbox.conftest import needs_criu, processes
+from tests.sandbox.conftest import MACHINES, needs_criu, processes
 from tests.sandbox.test_life import cgroups, until
 from venusrl.core.errors import SandboxCapacity, SandboxError, SandboxLost, SandboxUnsupported
 from venusrl.sandbox import SandboxPool, Template
 
-pytestmark = needs_criu
-saves = pytest.mark.parametrize("pool", ["process", "daemon"], indirect=True)
-in_process = pytest.mark.parametrize("pool", ["process"], indirect=True)
+here = pytest.param("process", marks=needs_criu)
+saves = pytest.mark.parametrize("pool", [here, pytest.param("daemon", marks=needs_criu), *MACHINES], indirect=True)
+in_process = pytest.mark.parametrize("pool", [here], indirect=True)
 
 # Says on demand what it holds: of each kind of thing that a process can have, one.
 _HOLDER = r"""
@@ -336,6 +336,7 @@ async def test_images_that_criu_refuses_leave_nothing(pool, sandbox, tmp_path):
     assert (await (await pool.restore(saved)).exec("echo fine")).text == "fine\n"
 
 
+@needs_criu
 async def test_a_full_disk_loses_nothing(tmp_path):
     small = tmp_path / "small"
     small.mkdir()
@@ -386,6 +387,7 @@ async def test_a_caller_who_gives_up_leaves_a_sandbox_that_runs(pool, sandbox):
         assert (await ask(holder))["runs"] and not sandbox.paused
 
 
+@needs_criu
 async def test_the_death_of_the_spawner_ends_all_of_it(tmp_path):
     async with SandboxPool(max_sandboxes=4, snapshots=tmp_path) as pool:
         sandbox = await pool.create(Template("a"))
@@ -404,6 +406,7 @@ async def test_the_death_of_the_spawner_ends_all_of_it(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [saved]
 
 
+@needs_criu
 async def test_what_a_dead_process_was_writing_is_removed(tmp_path):
     (tmp_path / ".left").mkdir()
     (tmp_path / ".left/pages-1.img").write_bytes(b"x" * 1000)
@@ -412,6 +415,7 @@ async def test_what_a_dead_process_was_writing_is_removed(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [saved]
 
 
+@needs_criu
 async def test_another_pool_restores_it(tmp_path):
     async with SandboxPool(max_sandboxes=1, snapshots=tmp_path) as pool:
         sandbox = await pool.create(Template("a", env={"E": "e"}))
@@ -426,6 +430,7 @@ async def test_another_pool_restores_it(tmp_path):
         assert copy.template.env == {"E": "e"} and (await copy.exec("cat f; echo $E")).text == "minee\n"
 
 
+@needs_criu
 @pytest.mark.parametrize("pool", ["python"], indirect=True)
 async def test_the_python_agent_says_why_not(pool, sandbox):
     for call in (sandbox.snapshot, sandbox.fork):

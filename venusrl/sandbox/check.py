@@ -4,8 +4,7 @@ import asyncio
 
 from venusrl.core.errors import SandboxUnsupported
 from venusrl.sandbox.contract import Template
-from venusrl.sandbox.microvm.image import why_not
-from venusrl.sandbox.microvm.pool import find_accelerator
+from venusrl.sandbox.machines.pool import BACKENDS, MachinePool
 from venusrl.sandbox.pool import SandboxPool
 from venusrl.sandbox.programs import find_criu
 
@@ -42,9 +41,15 @@ def backends() -> dict[str, dict]:
         process["saves"] = criu is not None and process["mode"] == "range" and process["agent"] == "native"
         if not process["saves"]:
             process["saves_problem"] = why or "it needs root, and a C compiler"
-    why = why_not()
-    machine = {"ok": False, "problem": why} if why else {"ok": True, "accelerator": find_accelerator()}
-    return {"process": process, "qemu": machine}
+    return {"process": process} | {name: asyncio.run(_machines(name)) for name in BACKENDS}
+
+
+async def _machines(backend: str) -> dict:
+    try:
+        async with MachinePool(backend, max_sandboxes=1) as pool:
+            return {"ok": True, **pool.host}
+    except SandboxUnsupported as error:
+        return {"ok": False, "problem": str(error)}
 
 
 async def _report() -> dict:

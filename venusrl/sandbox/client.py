@@ -246,11 +246,12 @@ class ProcessSandbox:
         self._check_alive()
         return await self._keeper.fork(self)
 
-    async def park(self) -> str:
-        """Stops it, and lets go of the agent, which waits under the name that is returned. For who saves it."""
+    async def park(self, stays: bool = False) -> str:
+        """Stops it, and lets go of the agent, which waits under the name that is returned; or `stays` where it is,
+        and says nothing more until `unpark`. For who saves it."""
         self._check_alive()
         self._set_paused(True)
-        _, future = self._send({"op": "park"}, b"")
+        _, future = self._send({"op": "park", "stays": stays}, b"")
         self._parked = []
         try:
             answer, _ = await self._answer(future, None)
@@ -258,6 +259,8 @@ class ProcessSandbox:
             self._writer.write(b"".join(self._parked))
             self._parked = None
             raise
+        if stays:
+            return ""
         await asyncio.wait({self._receiver})
         self._check_alive()
         return answer["berth"]
@@ -295,17 +298,26 @@ class ProcessSandbox:
         """A request of this client has not been answered."""
         return bool(self._waiting)
 
-    def unpark(self, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> None:
+    def unpark(self, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter], stayed: bool = False) -> None:
         """The agent again, still paused."""
         if self._lost is not None:
             streams[1].close()
             return
-        self._writer.close()
-        self._reader, self._writer = streams
+        if streams != (self._reader, self._writer):
+            self._receiver.cancel()
+            self._writer.close()
+            self._reader, self._writer = streams
+        if stayed:
+            self.wake(is_new=False)
         for frame in self._parked:  # one at a time: each is a message where it goes over a web socket
             self._writer.write(frame)
         self._parked = None
-        self._receiver = self._loop.create_task(self._receive())
+        if self._receiver.done() or self._receiver.cancelling():
+            self._receiver = self._loop.create_task(self._receive())
+
+    def wake(self, is_new: bool) -> None:
+        """Tells an agent that stays where it is that it has its owner again, or a new one."""
+        self._writer.write(pack({"op": "unpark", "new": is_new, "id": 0}, b""))
 
     async def migrate(self, node: str) -> None:
         """See Sandbox.migrate."""

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import stat
+import subprocess
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -82,24 +83,6 @@ class LayerStore:
         self.folder = Path(folder)
         self._building: dict[Path, int] = {}  # locks of what this process builds
 
-    def key(self, template: Template) -> str:
-        """Names what the template's layer is made of: its lower directories as they are now, and its set-up.
-
-        Raises:
-          SandboxError: a lower directory is none.
-        """
-        for lower in template.lowers:
-            if not os.path.isdir(lower):
-                raise SandboxError(f"Template.lowers: {lower!r} is no directory; fix the path")
-        parts = {
-            "format": _FORMAT,
-            "lowers": [_digest(Path(lower))[0] for lower in template.lowers],
-            "setup": list(template.setup),
-            "env": dict(sorted(template.env.items())) if template.setup else {},
-            "tenant": template.tenant,
-        }
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
     def open(self, key: str) -> Layer | None:
         """The layer, from now on in use; None where it is not built.
 
@@ -128,19 +111,23 @@ class LayerStore:
             os.close(lock)
             raise
 
-    def stage(self, template: Template, key: str) -> Path:
-        """A new folder with a copy of the template's lower directories, later ones over earlier, in its `tree`."""
+    def _stage(self, key: str) -> Path:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._sweep()
         folder = Path(tempfile.mkdtemp(prefix=f".{key}.", dir=self.folder))
         self._building[folder] = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
         fcntl.flock(self._building[folder], fcntl.LOCK_EX)
+        (folder / "tree").mkdir()
+        return folder
+
+    def stage(self, template: Template, key: str) -> Path:
+        """A new folder with a copy of the template's lower directories, later ones over earlier, in its `tree`."""
+        folder = self._stage(key)
         try:
             tree = folder / "tree"
-            tree.mkdir()
             for lower in template.lowers:
                 shutil.copytree(lower, tree, symlinks=True, dirs_exist_ok=True)
-            if self.key(template) != key:
+            if layer_key(template) != key:
                 raise SandboxError(f"Template.lowers of {template.name!r} changed while they were copied; build again")
             _own(tree)
         except BaseException:
@@ -154,7 +141,31 @@ class LayerStore:
         _own(tree)
         digest, files, size = _digest(tree)
         manifest = Manifest(key, template.name, digest, files, size, template.setup, template.lowers, template.tenant)
-        _forget_pages(tree)
+        self._publish(manifest, staged)
+
+    def pack(self, key: str, folder: Path) -> None:
+        """A layer, which is in use, as files in a folder, for another store's `adopt`."""
+        shutil.copyfile(self.folder / key / "manifest.json", folder / "manifest.json")
+        _tar("-cf", folder / "tree.tar", "--sparse", "-C", self.folder / key / "tree", ".")
+
+    def adopt(self, key: str, digest: str, folder: Path) -> None:
+        """Makes the layer of what another store has packed. SandboxError where that is not what it was to be."""
+        staged = self._stage(key)
+        try:
+            _tar("-xpf", folder / "tree.tar", "--no-same-owner", "-C", staged / "tree")
+            manifest = _manifest(folder)
+            _own(staged / "tree")
+            found, _, _ = _digest(staged / "tree")
+            if (manifest.key, manifest.digest, found) != (key, digest, digest):
+                raise SandboxError(f"template {key[:12]} has not come as it was sent; it is not kept")
+            self._publish(manifest, staged)
+        except BaseException:
+            self.discard(staged)
+            raise
+
+    def _publish(self, manifest: Manifest, staged: Path) -> None:
+        key = manifest.key
+        _forget_pages(staged / "tree")
         with open(staged / "manifest.json", "w") as f:
             json.dump(asdict(manifest), f, indent=1)
             f.flush()
@@ -167,9 +178,11 @@ class LayerStore:
         self.discard(staged)
 
     def discard(self, staged: Path) -> None:
-        """Forgets what was staged, where it has not become a layer."""
+        """Forgets what was staged, where it has not become a layer. Idempotent."""
         shutil.rmtree(staged, ignore_errors=True)
-        os.close(self._building.pop(staged))
+        lock = self._building.pop(staged, None)
+        if lock is not None:
+            os.close(lock)
 
     def list(self) -> list[Manifest]:
         """Those that are built, by name."""
@@ -232,6 +245,31 @@ class LayerStore:
                         shutil.rmtree(folder, ignore_errors=True)
                     finally:
                         os.close(lock)
+
+
+def layer_key(template: Template) -> str:
+    """Names what the template's layer is made of: its lower directories as they are now, and its set-up.
+
+    Raises:
+      SandboxError: a lower directory is none.
+    """
+    for lower in template.lowers:
+        if not os.path.isdir(lower):
+            raise SandboxError(f"Template.lowers: {lower!r} is no directory; fix the path")
+    parts = {
+        "format": _FORMAT,
+        "lowers": [_digest(Path(lower))[0] for lower in template.lowers],
+        "setup": list(template.setup),
+        "env": dict(sorted(template.env.items())) if template.setup else {},
+        "tenant": template.tenant,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _tar(*arguments: str | Path) -> None:
+    done = subprocess.run(["tar", "--numeric-owner", "--xattrs", *arguments], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SandboxError(f"the files of a template cannot be packed or unpacked: {done.stderr.strip()[-500:]}")
 
 
 def _manifest(folder: Path) -> Manifest:

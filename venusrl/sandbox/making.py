@@ -6,22 +6,20 @@ import asyncio
 import logging
 import os
 import resource
-import secrets
 import socket
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
-from venusrl.core.errors import ConfigError, SandboxCapacity, SandboxError, SandboxLost, SandboxUnsupported
-from venusrl.sandbox.accounting import History, Usage
+from venusrl.core.errors import ConfigError, SandboxError, SandboxLost, SandboxUnsupported
+from venusrl.sandbox.accounting import Usage
 from venusrl.sandbox.client import RANGE, ProcessSandbox
-from venusrl.sandbox.contract import MIB, WORKSPACE, Template
-from venusrl.sandbox.gate import Gate
+from venusrl.sandbox.contract import MIB, Template
 from venusrl.sandbox.layers import Layer, LayerStore, count, default_folder
 from venusrl.sandbox.link import SpawnerLink
+from venusrl.sandbox.places import Places, set_up, variables
 from venusrl.sandbox.programs import agent_program
 from venusrl.sandbox.shelf import Shelf
 from venusrl.sandbox.snapshots import Snapshot
@@ -30,7 +28,6 @@ from venusrl.sandbox.wire import read_frame
 
 LINGER_S = 60.0  # that a layer without sandboxes stays in memory
 _SIZE_S = 0.5  # between looks at the size of what is built
-HISTORY_S = 60.0  # of memory that is remembered of a sandbox
 HOLDER = "layer-"  # beginning of the id of a process that holds a layer
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -63,38 +60,11 @@ class Restored:
         return {"folder": self.folder, "criu": self.criu, **fields}
 
 
-@dataclass(frozen=True)
-class PoolStats:
-    """A pool's state: sandboxes alive, callers waiting, sandboxes created, ends by reason, spawners started."""
-
-    alive: int
-    waiting: int
-    created: int
-    ended: dict[str, int] = field(default_factory=dict)
-    spawners: int = 0
-
-
-def variables(template: Template, path: str) -> dict[str, str]:
-    """What every command of the template's sandboxes sees; `path` is where its programs are."""
-    return {
-        "PATH": path,
-        "HOME": WORKSPACE,
-        "USER": "sandbox",
-        "LOGNAME": "sandbox",
-        "SHELL": "/bin/bash",
-        "LANG": "C.UTF-8",
-        "TERM": "dumb",
-        "PAGER": "cat",
-        **template.env,
-    }
-
-
-class Making:
-    """Makes sandboxes, at most `max_sandboxes` at once: what SandboxPool is, but for saving them.
+class Making(Places):
+    """Makes process sandboxes: what SandboxPool is, but for saving them.
 
     Args:
-      max_sandboxes: sandboxes alive at once; further create calls wait in order of arrival.
-      wait_s: seconds a create call waits for a place before SandboxCapacity.
+      max_sandboxes, wait_s: see Places.
       python_prefix: directory of the interpreter that `python3` is inside; by default the owner's. One below /usr
         is there anyway and needs no bind.
       templates: folder of built templates, which pools may share; by default one of this user's.
@@ -112,15 +82,10 @@ class Making:
         agent: str = "auto",
         on_pressure: Callable[[ProcessSandbox], None] = lambda sandbox: None,
     ):
-        if max_sandboxes < 1:
-            raise ConfigError(f"SandboxPool.max_sandboxes={max_sandboxes}: give at least 1")
-        if not wait_s >= 0:
-            raise ConfigError(f"SandboxPool.wait_s={wait_s}: give seconds, 0 or more")
+        super().__init__(max_sandboxes=max_sandboxes, wait_s=wait_s)
         if agent not in ("auto", "native", "python"):
             raise ConfigError(f"SandboxPool.agent={agent!r}: give 'auto', 'native' or 'python'")
-        self._wait_s = wait_s
         self._agent = agent
-        self._gate = Gate(max_sandboxes)
         prefix = str(Path(python_prefix).resolve())
         self._python_prefix = None if prefix == "/usr" or prefix.startswith("/usr/") else prefix
         self._python_bin = f"{prefix if self._python_prefix is None else PYTHON_HOME}/bin"
@@ -129,30 +94,15 @@ class Making:
         self._hold_lock = asyncio.Lock()
         self._layers: dict[str, Layer] = {}
         self._uses: Counter[str] = Counter()  # sandboxes by the layer that they have
-        self._histories: dict[str, History] = {}
         self._link: SpawnerLink | None = None
         self._link_lock = asyncio.Lock()
         self._on_pressure = on_pressure
-        self._ends: dict[str, float] = {}  # when they are to end, by the loop's time
         self._limits: dict[str, int] = {}  # of memory, of those that have another than their template's
         self.short_of_memory: set[str] = set()  # those that have stood still for want of it, and got no more
-        self._alive: dict[str, ProcessSandbox | None] = {}
-        self._created = 0
-        self._spawners = 0
-        self._ended: Counter[str] = Counter()
-        self._closed = False
 
-    async def __aenter__(self) -> Self:
+    async def open(self) -> None:
+        """Starts the spawner. SandboxUnsupported where the host cannot make sandboxes."""
         await self._spawner()
-        return self
-
-    async def __aexit__(self, *exc_info) -> None:
-        await self.close()
-
-    @property
-    def alive(self) -> int:
-        """Sandboxes that exist or are being made or ended."""
-        return len(self._alive)
 
     @property
     def host(self) -> dict:
@@ -163,10 +113,6 @@ class Making:
     def spawner_pid(self) -> int | None:
         """Process id of the present spawner."""
         return None if self._link is None else self._link.process_id
-
-    def stats(self) -> PoolStats:
-        """Counts since the pool was made."""
-        return PoolStats(self.alive, self._gate.waiting, self._created, dict(self._ended), self._spawners)
 
     async def create(self, template: Template) -> ProcessSandbox:
         """A new sandbox with the template's files in place, which are built first where they are not.
@@ -184,7 +130,7 @@ class Making:
             return await self._create(template, None)
         return await self._create(template, await self._shelf.layer(template))
 
-    def _leave(self, layer: Layer) -> None:
+    def _part(self, layer: Layer) -> None:
         """One sandbox of the layer fewer; after a while without any, its pages and its files may go."""
         tree = str(layer.tree)
         self._uses[tree] -= 1
@@ -209,19 +155,13 @@ class Making:
         if self._link is None or self._link.closed.is_set():
             return {}
         charged = await self._link.usage()
-        now = asyncio.get_running_loop().time()
         found = {}
         for name, (private, kernel) in charged.items():
             if name in self._alive:
                 layer = self._layers.get(name)
                 found[name] = Usage(private, kernel, 0 if layer is None else layer.manifest.bytes)
-                self._histories.setdefault(name, History(HISTORY_S)).add(now, private)
+                self._remember(name, private)
         return found
-
-    def growth(self, sandbox_id: str, window_s: float) -> int:
-        """Bytes by which a sandbox's private memory grew in the last seconds, as far as `usage` was asked meanwhile."""
-        history = self._histories.get(sandbox_id)
-        return 0 if history is None else history.growth(window_s)
 
     async def resize(self, sandbox: ProcessSandbox, memory_bytes: int) -> None:
         """Another limit of a sandbox's memory; one that stood still goes on.
@@ -260,7 +200,8 @@ class Making:
         self, template: Template, layer: Layer | Path | None, build: bool = False, restored: Restored | None = None
     ) -> ProcessSandbox:
         """One whose files begin with those of a layer, or, to be built, in a folder."""
-        sandbox_id = await self._enter(template, layer)
+        sandbox_id = await self._enter(template)
+        self._use(sandbox_id, layer)
         sandbox, complete = None, False
         try:
             agent = await self._ask(sandbox_id, template, layer, build, restored)
@@ -272,25 +213,10 @@ class Making:
             if not complete:
                 await self._abandon(sandbox_id, sandbox)
 
-    async def _enter(
-        self, template: Template, layer: Layer | Path | None, sandbox_id: str | None = None, wait_s: float | None = None
-    ) -> str:
-        """Takes a place for one, and returns its id; what it takes is given back when it is gone."""
-        wait_s = self._wait_s if wait_s is None else wait_s
-        try:
-            await self._gate.enter(wait_s)
-        except TimeoutError:
-            raise SandboxCapacity(
-                f"no place for {template.name!r} within wait_s={wait_s}: {self.alive} sandboxes alive; "
-                "kill some, wait, or raise max_sandboxes"
-            ) from None
-        self._created += 1
-        sandbox_id = sandbox_id or f"sb-{secrets.token_hex(6)}"
-        self._alive[sandbox_id] = None
+    def _use(self, sandbox_id: str, layer: Layer | Path | None) -> None:
         if isinstance(layer, Layer):
             self._layers[sandbox_id] = layer
             self._uses[str(layer.tree)] += 1
-        return sandbox_id
 
     async def _ask(
         self,
@@ -331,16 +257,11 @@ class Making:
         too_large = asyncio.Event()
         watch = asyncio.create_task(self._watch_size(sandbox, tree, template.layer_bytes, too_large))
         try:
-            for command in template.setup:
-                try:
-                    result = await sandbox.exec(command, timeout_s=template.setup_s)
-                except SandboxLost as error:
-                    grown = f"it made more than layer_bytes={template.layer_bytes}; raise that, or make less"
-                    why = grown if too_large.is_set() else str(error)
-                    raise SandboxError(f"template {template.name!r}: {command!r}: {why}") from error
-                if result.exit_code != 0:
-                    why = "took too long" if result.timed_out else f"ended with {result.exit_code}"
-                    raise SandboxError(f"template {template.name!r}: {command!r} {why}: {result.text[-2000:].strip()}")
+            await set_up(sandbox, template, template.setup)
+        except SandboxLost as error:
+            grown = f"it made more than layer_bytes={template.layer_bytes}; raise that, or make less"
+            why = grown if too_large.is_set() else str(error)
+            raise SandboxError(f"template {template.name!r}: its set-up failed: {why}") from error
         finally:
             watch.cancel()
             await sandbox.kill()
@@ -414,21 +335,13 @@ class Making:
     def _on_gone(self, sandbox_id: str, reason: str) -> None:
         if sandbox_id in self._holders:
             self._holders.pop(sandbox_id).close()
-        if sandbox_id not in self._alive:
+        if not self._leave(sandbox_id, reason):
             return
-        sandbox = self._alive.pop(sandbox_id)
-        self._histories.pop(sandbox_id, None)
         self._limits.pop(sandbox_id, None)
-        self._ends.pop(sandbox_id, None)
         self.short_of_memory.discard(sandbox_id)
         layer = self._layers.pop(sandbox_id, None)
         if layer is not None:
-            self._leave(layer)
-        if sandbox is not None:
-            sandbox.mark_lost(reason)
-            reason = sandbox.lost or reason
-        self._ended[reason] += 1
-        self._gate.leave()
+            self._part(layer)
 
     async def _abandon(self, sandbox_id: str, sandbox: ProcessSandbox | None) -> None:
         """After a failed or cancelled create: the sandbox, as far as it came to be, and its place."""

@@ -5,7 +5,7 @@ will do: $CC, cc, gcc, clang, or that of the `ziglang` package. Without one the 
 each sandbox has 2 MB more of its own, its commands start a little later, and it cannot be saved.
 
 CRIU saves and restores process trees. It has to be version 4.1 or newer (Debian 12 has 3.17, which cannot save anything
-on today's kernels); `launchers.install_criu` puts one into a folder of the user's, where it is found unless the search
+on today's kernels); `launchers.install criu` puts one into a folder of the user's, where it is found unless the search
 path has one that will do.
 """
 
@@ -115,13 +115,13 @@ def _compile(compiler: list[str], sources: list[str], path: Path) -> tuple[str |
 @functools.cache
 def find_criu() -> tuple[str | None, str]:
     """(its path or None, why there is none that will do)."""
-    why = "CRIU is not installed: python -m launchers.install_criu"
+    why = "CRIU is not installed: python -m launchers.install criu"
     for path in filter(None, (shutil.which("criu"), str(default_folder() / CRIU))):
         if Path(path).exists():
             version = _criu_version(path)
             if version >= LEAST_CRIU:
                 return path, ""
-            why = f"{path} is version {'.'.join(map(str, version))}, older than 4.1: python -m launchers.install_criu"
+            why = f"{path} is version {'.'.join(map(str, version))}, older than 4.1: python -m launchers.install criu"
     return None, why
 
 

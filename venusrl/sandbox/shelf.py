@@ -6,7 +6,7 @@ from pathlib import Path
 
 from venusrl.core.errors import SandboxError
 from venusrl.sandbox.contract import Template
-from venusrl.sandbox.layers import Layer, LayerStore
+from venusrl.sandbox.layers import Layer, LayerStore, layer_key
 
 
 class Shelf:
@@ -32,7 +32,7 @@ class Shelf:
         async with self._locks.setdefault(recipe, asyncio.Lock()):
             key = self._keys.get(recipe)
             if key is None:
-                key = self._keys[recipe] = await asyncio.to_thread(self.store.key, template)
+                key = self._keys[recipe] = await asyncio.to_thread(layer_key, template)
             if key not in self._layers:
                 found = await asyncio.to_thread(self.store.open, key)
                 self._layers[key] = found or await self._make(template, key)

@@ -7,7 +7,6 @@ meanwhile leaves a folder that the next one removes.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -15,7 +14,6 @@ import platform
 import re
 import secrets
 import shutil
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +21,11 @@ from pathlib import Path
 from venusrl.core.errors import SandboxError, VenusError
 from venusrl.sandbox.codec import from_json, to_json
 from venusrl.sandbox.contract import Template
+from venusrl.sandbox.staging import Staging
 
 _FORMAT = 1
 _ID = re.compile(r"[0-9a-f]{16}")
-_BERTH = re.compile(r"00[0-9a-f]{2,100}")  # an abstract socket's name, never a path
+_BERTH = re.compile(r"(00[0-9a-f]{2,100})?")  # an abstract socket's name, never a path
 _LAYER = re.compile(r"([0-9a-f]{64})?")
 _LOGS = ("dump.log", "restore.log", "error", "stats-dump")
 
@@ -36,15 +35,16 @@ class Snapshot:
     """Attributes:
     id: of the snapshot, the name of its folder.
     template: of the sandbox.
-    agent: version of the agent's program that it has mapped.
+    agent: version of what it runs on: of the agent's program that it has mapped, or of its machine.
     machine: kind of processor.
-    base: first user of the host that was the sandbox's.
-    berth: where its agent waits.
+    base: first user of the host that was the sandbox's; 0 where that does not matter.
+    berth: where its agent waits; empty where it has stayed.
     ranges: of request ids that its owners have had; the next one's is another.
     memory_bytes: its limit, which may be another than the template's.
     layer, layer_digest: key of the template's layer, and what is in it; empty where it has none.
     files: [bytes, sha256] by name.
     created: seconds since 1970.
+    kind: of sandbox: "process", "qemu", "firecracker" or "gvisor".
     """
 
     id: str
@@ -59,11 +59,20 @@ class Snapshot:
     layer_digest: str = ""
     files: dict[str, tuple[int, str]] = field(default_factory=dict)
     created: float = 0.0
+    kind: str = "process"
 
     @property
     def bytes(self) -> int:
         """Of all its files."""
         return sum(size for size, _ in self.files.values())
+
+    def check(self, kind: str, agent: str) -> None:
+        """Raises SandboxError unless it can be restored with what this host has."""
+        if self.kind != kind:
+            raise SandboxError(f"snapshot {self.id} is of a sandbox of the kind {self.kind!r}; this pool has {kind!r}")
+        for what, theirs, ours in (("agent", self.agent, agent), ("machine", self.machine, machine())):
+            if theirs != ours:
+                raise SandboxError(f"snapshot {self.id} was made with {what} {theirs}, and this host has {ours}")
 
 
 def default_folder() -> Path:
@@ -71,39 +80,23 @@ def default_folder() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "venusrl/snapshots"
 
 
-class SnapshotStore:
+class SnapshotStore(Staging):
     """Snapshots in one folder, which processes may share."""
-
-    def __init__(self, folder: str | os.PathLike):
-        self.folder = Path(folder)
-        self._locks: dict[Path, int] = {}
-
-    def stage(self) -> Path:
-        """An empty folder for one that is to come."""
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._sweep()
-        return self._new()
 
     def finish(self, staged: Path, snapshot: Snapshot) -> Snapshot:
         """What was staged becomes the snapshot, which is returned with its files."""
         snapshot = self.describe(staged, snapshot)
         record = to_record(snapshot)
         (staged / "manifest.json").write_text(json.dumps(record, indent=1))
-        os.rename(staged, self.folder / snapshot.id)
-        os.close(self._locks.pop(staged))
+        self.publish(staged, snapshot.id)
         return snapshot
 
     def describe(self, staged: Path, snapshot: Snapshot) -> Snapshot:
         """The snapshot, with the files that are staged."""
         for name in _LOGS:
             (staged / name).unlink(missing_ok=True)
-        files = {path.name: _digest(path) for path in sorted(staged.iterdir())}
+        files = {path.name: digest_of(path) for path in sorted(staged.iterdir())}
         return Snapshot(**{**vars(snapshot), "files": files, "created": time.time()})
-
-    def discard(self, staged: Path) -> None:
-        """Removes what was staged or checked out."""
-        shutil.rmtree(staged, ignore_errors=True)
-        os.close(self._locks.pop(staged))
 
     def open(self, snapshot_id: str) -> Snapshot:
         """Raises SandboxError where there is none, or its manifest is damaged."""
@@ -119,7 +112,7 @@ class SnapshotStore:
         """
         source = self.folder / snapshot.id
         verify(source, snapshot)
-        folder = self._new()
+        folder = self.stage()
         folder.chmod(0o711)  # the sandbox's users open images in it; nobody else comes past the store's folder
         for name in snapshot.files:
             if name.startswith("userns-"):  # the restoring changes it
@@ -142,35 +135,9 @@ class SnapshotStore:
         """What is being restored from it goes on."""
         if not _ID.fullmatch(snapshot_id) or not (self.folder / snapshot_id).is_dir():
             raise SandboxError(f"no snapshot {snapshot_id!r} in {self.folder}; SandboxPool.snapshots lists them")
-        gone = self._new()
+        gone = self.stage()
         os.rename(self.folder / snapshot_id, gone / snapshot_id)
         self.discard(gone)
-
-    def _new(self) -> Path:
-        """A folder that nobody sweeps away. One may have done so before it was locked; then it is another."""
-        while True:
-            folder = Path(tempfile.mkdtemp(prefix=".", dir=self.folder))
-            lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if os.fstat(lock).st_nlink > 0 and folder.exists():
-                self._locks[folder] = lock
-                return folder
-            os.close(lock)
-
-    def _sweep(self) -> None:
-        """Removes what processes that are gone have left."""
-        for folder in self.folder.glob(".*"):
-            try:
-                lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:
-                continue
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            except BlockingIOError:
-                continue
-            finally:
-                os.close(lock)
 
 
 def new_id() -> str:
@@ -205,8 +172,8 @@ def from_record(record: dict) -> Snapshot:
         for name, form in (("id", _ID), ("berth", _BERTH), ("layer", _LAYER)):
             if not form.fullmatch(record[name]):
                 raise ValueError(f"{name}={record[name]!r}")
-        for name in ("base", "ranges", "memory_bytes"):
-            if not isinstance(record[name], int) or not 0 < record[name] < 1 << 50:
+        for name, least in (("base", 0), ("ranges", 1), ("memory_bytes", 1)):
+            if not isinstance(record[name], int) or not least <= record[name] < 1 << 50:
                 raise ValueError(f"{name}={record[name]!r}")
         return Snapshot(**{**record, "files": files, "template": from_json(record["template"])})
     except (ValueError, KeyError, TypeError, AttributeError, VenusError) as error:
@@ -217,12 +184,13 @@ def verify(folder: Path, snapshot: Snapshot) -> None:
     """Raises SandboxError unless every file is as it was saved."""
     for name, (size, digest) in snapshot.files.items():
         try:
-            if (folder / name).stat().st_size != size or _digest(folder / name)[1] != digest:
+            if (folder / name).stat().st_size != size or digest_of(folder / name)[1] != digest:
                 raise SandboxError(f"snapshot {snapshot.id} is damaged: {name} is not what was saved; delete it")
         except FileNotFoundError:
             raise SandboxError(f"snapshot {snapshot.id} is damaged: {name} is missing; delete it") from None
 
 
-def _digest(path: Path) -> tuple[int, str]:
+def digest_of(path: Path) -> tuple[int, str]:
+    """(bytes, sha256) of a file."""
     with open(path, "rb") as f:
         return os.fstat(f.fileno()).st_size, hashlib.file_digest(f, "sha256").hexdigest()

@@ -3,9 +3,9 @@
 POST /sandboxes {template or snapshot, lease_s}; GET /sandboxes; DELETE /sandboxes/ID?reason=; GET /health;
 POST /sandboxes/ID/snapshot; POST /sandboxes/ID/fork {lease_s}; GET /snapshots; DELETE /snapshots/ID;
 POST /sandboxes/ID/resize {memory_bytes}; POST /sandboxes/ID/migrate {node}, and what nodes say to one another of that:
-/arrivals/ID (see arrivals.py). For clients that are not ours also POST /sandboxes/ID/exec, GET and PUT
-/sandboxes/ID/files?path=, and GET /sandboxes/ID/list?path=. Ours speaks frames (sandbox/wire.py) over the web socket
-/sandboxes/ID/agent.
+/arrivals/ID and /templates/KEY (see arrivals.py). For clients that are not ours also POST /sandboxes/ID/exec, GET and
+PUT /sandboxes/ID/files?path=, and GET /sandboxes/ID/list?path=. Ours speaks frames (sandbox/wire.py) over the web
+socket /sandboxes/ID/agent.
 
 A sandbox whose last client has gone ends when its lease does. Bytes in JSON are base64.
 """
@@ -14,6 +14,7 @@ import asyncio
 import base64
 import hmac
 import logging
+import re
 from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
@@ -29,9 +30,10 @@ from venusrl.sandbox.client import ProcessSandbox
 from venusrl.sandbox.codec import from_json, to_json
 from venusrl.sandbox.daemon.arrivals import KEY_HEADER, Arrivals
 from venusrl.sandbox.daemon.hub import Hub
-from venusrl.sandbox.pool import MOVED, SandboxPool
+from venusrl.sandbox.saving import MOVED, Saving
 from venusrl.sandbox.wire import pack, unpack
 
+_KEY = re.compile(r"[0-9a-f]{64}")
 _STATUS = {ConfigError: 400, SandboxLost: 410, SandboxUnsupported: 501, SandboxCapacity: 503}
 _RETRY_S = 1
 _HOLD_S = 2.0  # that clients may take to say that they hold on
@@ -67,7 +69,7 @@ class Daemon:
     key: that other nodes have to show before this one takes a sandbox of theirs; empty: it takes none.
     """
 
-    def __init__(self, pool: SandboxPool, lowers: tuple[str, ...] = (), peers: tuple[str, ...] = (), key: str = ""):
+    def __init__(self, pool: Saving, lowers: tuple[str, ...] = (), peers: tuple[str, ...] = (), key: str = ""):
         self._pool = pool
         self._key = key
         self._peers = peers
@@ -91,6 +93,8 @@ class Daemon:
                 Route("/arrivals/{id}", self._refuse, methods=["DELETE"]),
                 Route("/arrivals/{id}", self._arrival),
                 Route("/arrivals/{id}/commit", self._commit, methods=["POST"]),
+                Route("/templates/{key}", self._template),
+                Route("/templates/{key}", self._take_template, methods=["POST"]),
                 Route("/snapshots", self._snapshots),
                 Route("/snapshots/{id}", self._delete_snapshot, methods=["DELETE"]),
                 Route("/sandboxes/{id}/exec", self._exec, methods=["POST"]),
@@ -206,13 +210,27 @@ class Daemon:
             await asyncio.sleep(_LOOK_S)
         sandbox.mark_lost(MOVED)
 
-    async def _arrive(self, request: Request) -> Response:
+    async def _template(self, request: Request) -> Response:
+        return JSONResponse({"digest": await asyncio.to_thread(self._pool.template_digest, _key(request))})
+
+    async def _take_template(self, request: Request) -> Response:
+        self._check_node(request)
+        try:
+            await self._arrivals.receive_template(_key(request), request.stream())
+        except ClientDisconnect:
+            return Response(status_code=400)  # nobody hears it
+        return Response(status_code=201)
+
+    def _check_node(self, request: Request) -> None:
         """Images of processes can do whatever this process can: they are taken from who has the key alone."""
         if not self._key or not hmac.compare_digest(request.headers.get(KEY_HEADER, ""), self._key):
             raise SandboxUnsupported(
                 "this node takes no sandboxes of that node's: start both daemons with the same --key_file "
                 "(and give pools its content, SandboxPool(key=...))"
             )
+
+    async def _arrive(self, request: Request) -> Response:
+        self._check_node(request)
         try:
             await self._arrivals.receive(request.path_params["id"], request.stream())
         except ClientDisconnect:
@@ -387,6 +405,13 @@ def _lease(body: dict) -> float:
     if not isinstance(lease_s, int | float) or not lease_s > 0:
         raise ConfigError(f"lease_s={lease_s!r}: give a positive number of seconds")
     return lease_s
+
+
+def _key(request: Request) -> str:
+    key = request.path_params["key"]
+    if not _KEY.fullmatch(key):
+        raise ConfigError(f"key={key!r}: give the 64 hexadecimal digits of a template")
+    return key
 
 
 def _path(request: Request) -> str:

@@ -12,14 +12,14 @@ import hashlib
 import json
 import re
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from venusrl.core.errors import ConfigError, SandboxError
 from venusrl.sandbox.client import ProcessSandbox
-from venusrl.sandbox.pool import SandboxPool
-from venusrl.sandbox.snapshots import Snapshot, from_record, to_record
+from venusrl.sandbox.saving import Saving
+from venusrl.sandbox.snapshots import Snapshot, digest_of, from_record, to_record
 
 KEY_HEADER = "x-venusrl-key"
 WAIT_S = 15.0  # that an arrived sandbox waits for its commit
@@ -32,12 +32,23 @@ _CHUNK = 1 << 20
 
 async def outgoing(snapshot: Snapshot, folder: Path, about: dict) -> AsyncIterator[bytes]:
     """The bytes that are sent; `about` says who uses it."""
-    header = json.dumps({"snapshot": to_record(snapshot), **about}).encode()
-    yield _LENGTH.pack(len(header)) + header
-    for name in snapshot.files:
+    async for part in parcel({"snapshot": to_record(snapshot), **about}, snapshot.files, folder):
+        yield part
+
+
+async def parcel(header: dict, files: Iterable[str], folder: Path) -> AsyncIterator[bytes]:
+    """A header, and then the files that it tells of."""
+    head = json.dumps(header).encode()
+    yield _LENGTH.pack(len(head)) + head
+    for name in files:
         with open(folder / name, "rb") as f:
             while data := f.read(_CHUNK):
                 yield data
+
+
+def describe(folder: Path) -> dict[str, tuple[int, str]]:
+    """[bytes, sha256] of a folder's files, by name."""
+    return {path.name: digest_of(path) for path in sorted(folder.iterdir())}
 
 
 class _Reader:
@@ -56,6 +67,13 @@ class _Reader:
                 raise SandboxError("what came of the sandbox is not all of it") from None
         data, self._rest = self._rest[:most], self._rest[most:]
         return data
+
+    async def header(self) -> dict:
+        """ValueError where it is none."""
+        (size,) = _LENGTH.unpack(await self.exactly(_LENGTH.size))
+        if size > _MOST_HEADER:
+            raise ConfigError(f"the header of what arrives has {size} bytes; at most {_MOST_HEADER}")
+        return json.loads(await self.exactly(size))
 
     async def exactly(self, count: int) -> bytes:
         parts = []
@@ -86,7 +104,7 @@ class Arrivals:
     begin: called with a sandbox that runs here from now on, and who uses it.
     """
 
-    def __init__(self, pool: SandboxPool, begin: Callable[[ProcessSandbox, dict], None]):
+    def __init__(self, pool: Saving, begin: Callable[[ProcessSandbox, dict], None]):
         self._pool = pool
         self._begin = begin
         self._waiting: dict[str, Arrival] = {}
@@ -116,11 +134,8 @@ class Arrivals:
         folder = await asyncio.to_thread(store.stage)
         try:
             reader = _Reader(parts)
-            (size,) = _LENGTH.unpack(await reader.exactly(_LENGTH.size))
-            if size > _MOST_HEADER:
-                raise ConfigError(f"the header of an arriving sandbox has {size} bytes; at most {_MOST_HEADER}")
             try:
-                about = json.loads(await reader.exactly(size))
+                about = await reader.header()
                 snapshot = from_record(about.pop("snapshot"))
                 ttl_s = float(about.get("ttl_s", snapshot.template.ttl_s))
             except (ValueError, KeyError, AttributeError, TypeError) as error:
@@ -134,6 +149,29 @@ class Arrivals:
             raise
         arrival = self._waiting[sandbox_id] = Arrival(snapshot, folder, about)
         arrival.expiry = asyncio.get_running_loop().call_later(WAIT_S, self._expire, sandbox_id)
+
+    async def receive_template(self, key: str, parts: AsyncIterator[bytes]) -> None:
+        """Takes what a template is made of.
+
+        Raises:
+          SandboxError: something is wrong with it; nothing of it is left.
+        """
+        store = self._pool.incoming()
+        folder = await asyncio.to_thread(store.stage)
+        try:
+            reader = _Reader(parts)
+            try:
+                header = await reader.header()
+                digest, files = str(header["digest"]), {str(name): tuple(of) for name, of in header["files"].items()}
+                if any("/" in name or name.startswith(".") for name in files):
+                    raise ValueError("a file of it is elsewhere")
+            except (ValueError, KeyError, AttributeError, TypeError) as error:
+                raise ConfigError(f"the header of an arriving template: {error!r}") from None
+            for name, (length, sha256) in files.items():
+                await _write(reader, folder / name, length, sha256)
+            await asyncio.to_thread(self._pool.take_template, key, digest, folder)
+        finally:
+            await asyncio.to_thread(store.discard, folder)
 
     async def commit(self, sandbox_id: str) -> bool:
         """It runs from now on; again is the same. False: it is not here, and will not be."""

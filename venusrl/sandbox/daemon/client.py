@@ -15,7 +15,7 @@ from venusrl.core.errors import SandboxError, SandboxLost
 from venusrl.sandbox.client import ProcessSandbox
 from venusrl.sandbox.codec import from_json, to_json
 from venusrl.sandbox.contract import Template
-from venusrl.sandbox.daemon.arrivals import KEY_HEADER, outgoing
+from venusrl.sandbox.daemon.arrivals import KEY_HEADER, describe, outgoing, parcel
 from venusrl.sandbox.snapshots import Snapshot
 from venusrl.sandbox.wire import pack, unpack
 
@@ -164,6 +164,17 @@ class Node:
     async def migrate(self, sandbox: ProcessSandbox, node: str) -> None:
         """See Sandbox.migrate."""
         await self._request("POST", f"/sandboxes/{sandbox.id}/migrate", json={"node": node})
+
+    async def template(self, key: str) -> str | None:
+        """Digest of what the node has under the key of a template. For pools."""
+        return (await self._request("GET", f"/templates/{key}")).json()["digest"]
+
+    async def send_template(self, key: str, digest: str, folder: Path) -> None:
+        """Sends what a template is made of. For pools. SandboxError where the node does not take it."""
+        files = await asyncio.to_thread(describe, folder)
+        await self._request(
+            "POST", f"/templates/{key}", content=parcel({"digest": digest, "files": files}, files, folder)
+        )
 
     async def arrive(self, sandbox_id: str, snapshot: Snapshot, folder: Path, about: dict) -> None:
         """Sends a sandbox there, where it waits for its commit. For pools.

@@ -98,6 +98,11 @@ class Group:
         self._usage_fds: list[int] = []
         self.oom_fd = None if oom_path is None else os.open(oom_path, os.O_RDONLY | os.O_CLOEXEC)
 
+    @property
+    def exists(self) -> bool:
+        """The host has groups for it, or one at least."""
+        return bool(self._directories)
+
     def join(self, pid: int) -> None:
         """Moves a process in; its later children follow."""
         for directory in self._directories:
@@ -172,10 +177,9 @@ class Group:
                     raise
                 self.resize(self.usage()[0] + _SLACK_BYTES)
 
-    def kill(self) -> None:
-        """Every process that is in it."""
-        for directory in self._directories:
-            _kill_members(directory)
+    def kill(self) -> int:
+        """Sends SIGKILL to every process that is in it; how many there were."""
+        return max((_kill_members(directory) for directory in self._directories), default=0)
 
     def oom_kills(self) -> int:
         """Processes of the group that the kernel killed for its memory limit so far."""
@@ -248,14 +252,15 @@ class Cgroups:
         return all([_remove(hierarchy.directory) for hierarchy in self.hierarchies])
 
 
-def detect(mountinfo: str, own: str) -> Cgroups:
+def detect(mountinfo: str, own: str, more: str = "") -> Cgroups:
     """Makes this spawner's directories where it may.
 
     Args:
       mountinfo: text of /proc/self/mountinfo.
       own: text of /proc/self/cgroup.
+      more: tells several of one process apart.
     """
-    mine = f"{_PREFIX}{_pid_namespace()}-{os.getpid()}-{start_time(os.getpid())}"
+    mine = f"{_PREFIX}{_pid_namespace()}-{os.getpid()}-{start_time(os.getpid())}-{more}"
     paths = {}
     for line in own.splitlines():
         _, names, path = line.split(":", 2)
@@ -342,6 +347,7 @@ def _reap_below(point: str) -> None:
             names.remove(name)
             namespace, _, rest = name[len(_PREFIX) :].partition("-")
             pid, _, started = rest.partition("-")
+            started = started.partition("-")[0]
             if namespace != str(_pid_namespace()) or not pid.isdigit() or str(start_time(int(pid))) == started:
                 continue
             for directory, _, _ in os.walk(f"{parent}/{name}", topdown=False):
@@ -349,17 +355,18 @@ def _reap_below(point: str) -> None:
                 _remove(directory)
 
 
-def _kill_members(directory: str) -> None:
+def _kill_members(directory: str) -> int:
     try:
         with open(f"{directory}/cgroup.procs") as f:
             pids = [int(line) for line in f]
     except OSError:
-        return
+        return 0
     for pid in pids:
         try:
             os.kill(pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             continue
+    return len(pids)
 
 
 def start_time(pid: int) -> int | None:

@@ -231,6 +231,12 @@ def _skeleton(stage: str, host: Host, binds: list[tuple[str, str, int]]) -> str:
     for path in (root, f"{stage}/empty"):
         os.makedirs(path, 0o755, exist_ok=True)
     mount(root, root, None, MS_BIND)
+    fill(root, host, binds)
+    return root
+
+
+def fill(root: str, host: Host, binds: list[tuple[str, str, int]]) -> None:
+    """What a root has that is no mount, and the places of what is."""
     for name in ("etc", "var", "dev", "dev/shm", "dev/pts", "opt", "proc", "run", "run/disk", "workspace", "tmp"):
         os.mkdir(f"{root}/{name}", 0o755)
     for name in _PROGRAMS:
@@ -251,7 +257,6 @@ def _skeleton(stage: str, host: Host, binds: list[tuple[str, str, int]]) -> str:
         os.makedirs(os.path.dirname(root + host.known_as), exist_ok=True)
         if not os.path.lexists(root + host.known_as):
             os.symlink(PYTHON_HOME, root + host.known_as)
-    return root
 
 
 def _mount_layer(stage: str, layer: Layer, owner: int) -> None:

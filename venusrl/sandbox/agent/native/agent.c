@@ -2,16 +2,19 @@
 #include "agent.h"
 
 #include <fcntl.h>
+#include <linux/capability.h>
 #include <math.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #define WORKSPACE "/workspace"
 #define LONGEST_POLL 3600.0
 
-struct state here = {.oom = -1, .paused_at = -1};
+struct state here = {.listener = -1, .oom = -1, .paused_at = -1};
 
 /* What a polled descriptor is for. */
 struct source {
@@ -108,18 +111,41 @@ static void step(const sigset_t *while_waiting) {
 
 static void awake(int number) { (void)number; }
 
-/* Arguments: descriptors of the owner's socket, of the pipe that ends with the spawner, and of the cgroup's kills (or
+/* The descriptor that an argument names, where commands do not get it. */
+static int own(const char *argument) {
+    int given = atoi(argument);
+    int fd = given < 0 ? -1 : fcntl(given, F_DUPFD_CLOEXEC, 3);
+    if (given > 2) close(given);
+    return fd;
+}
+
+/* Where no namespace keeps signals from the first process (gVisor), it begins as root, who may be another user, and
+   keeps that as its real user: then commands, which have no part of it, cannot signal it, while it can signal them. */
+static void stand_apart(void) {
+    struct __user_cap_header_struct header = {_LINUX_CAPABILITY_VERSION_3, 0};
+    struct __user_cap_data_struct none[2] = {{0}};
+    if (getuid() != 0) return;
+    if (setresgid(0, USER, 0) || setresuid(0, USER, 0) || syscall(SYS_capset, &header, none)) _exit(1);
+    here.apart = true;
+}
+
+/* Arguments: descriptors of the owner's socket, or of one that listens for owners, of the pipe that ends with the spawner, and of the cgroup's kills (or
    -1); the most processes of a command; the most bytes kept of an output. Its variables are those of every command. */
 int main(int count, char **arguments) {
     if (count != 6) return 2;
+    stand_apart();
     prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);
-    here.control = atoi(arguments[1]);
-    here.life = atoi(arguments[2]);
-    here.oom = atoi(arguments[3]);
+    here.control = own(arguments[1]);
+    int listens = 0;
+    socklen_t size = sizeof listens;
+    if (!getsockopt(here.control, SOL_SOCKET, SO_ACCEPTCONN, &listens, &size) && listens) {
+        here.listener = here.control;
+        here.control = accept_owner(here.listener);
+    }
+    here.life = own(arguments[2]);
+    here.oom = own(arguments[3]);
     here.shell.processes = atol(arguments[4]);
     here.shell.output_bytes = (size_t)atoll(arguments[5]);
-    for (int i = 1; i <= 3; i++)
-        if (atoi(arguments[i]) >= 0) fcntl(atoi(arguments[i]), F_SETFD, FD_CLOEXEC);
     int null = open("/dev/null", O_RDWR | O_CLOEXEC); /* the sandbox's own */
     for (int fd = 0; fd < 3; fd++)
         if (null < 0 || dup2(null, fd) < 0) return 1;

@@ -13,6 +13,7 @@
 #include <stdint.h>
 #include <sys/types.h>
 
+#define USER 1000 /* of commands, as rootfs.USER_ID */
 #define MOST_OLD_PIPES 32 /* kept open for background processes, so that writing does not kill them */
 
 /* memory.c: memory, or the end; and bytes that grow */
@@ -132,9 +133,11 @@ void close_job(struct job *job);
 
 /* What the agent has now. */
 struct state {
-    int control; /* socket to the owner */
+    int control; /* to the owner: a socket, or a port of a virtual machine */
+    int listener; /* where owners come from, one after the other, or -1: there is one for ever */
     int life; /* ends when the spawner does */
     int oom; /* counts the kernel's kills, or -1 */
+    bool apart; /* it is of another user than its commands */
     struct shell shell;
     struct job *jobs;
     struct spare spare;
@@ -200,5 +203,6 @@ void open_watches(void (*tell)(int64_t watch, const char *events));
 
 int open_berth(char *name_hex, size_t room);
 int wait_at_berth(int listener, char *greeting, int fds[2], int *count); /* the new socket */
+int accept_owner(int listener);
 
 #endif

@@ -39,11 +39,17 @@ static int receive_fds(int socket, char *greeting, int fds[2], int *count) {
     return 0;
 }
 
+int accept_owner(int listener) {
+    int connection;
+    do connection = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+    while (connection < 0 && errno == EINTR);
+    if (connection < 0) _exit(1);
+    return connection;
+}
+
 int wait_at_berth(int listener, char *greeting, int fds[2], int *count) {
     for (;;) {
-        int connection = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
-        if (connection < 0 && errno == EINTR) continue;
-        if (connection < 0) _exit(1);
+        int connection = accept_owner(listener);
         struct ucred peer = {.pid = -1};
         socklen_t size = sizeof peer;
         bool is_outside = !getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &peer, &size) && peer.pid == 0;

@@ -43,12 +43,34 @@ struct ends {
     const char *terminal;
 };
 
+/* As `spawn`, for an agent that is of another user than the shell. */
+static int fork_shell(pid_t *pid, char **arguments, char **environment, const struct ends *ends) {
+    *pid = fork();
+    if (*pid) return *pid < 0 ? -errno : 0;
+    struct sigaction usual = {.sa_handler = SIG_DFL};
+    sigset_t none;
+    sigemptyset(&none);
+    setsid();
+    sigaction(SIGPIPE, &usual, NULL);
+    sigaction(SIGXFSZ, &usual, NULL);
+    sigprocmask(SIG_SETMASK, &none, NULL);
+    int terminal = ends->terminal ? open(ends->terminal, O_RDWR) : -1;
+    const int from[4] = {ends->in, ends->out, ends->err, ends->script};
+    for (int fd = 0; fd < 4; fd++)
+        if (dup2(fd < 3 && ends->terminal ? terminal : from[fd], fd) < 0) _exit(127);
+    if (terminal > 3) close(terminal);
+    if (setresgid(USER, USER, USER) || setresuid(USER, USER, USER)) _exit(127);
+    execve(SHELL, arguments, environment);
+    _exit(127);
+}
+
 static int spawn(pid_t *pid, const char *boot, const char *directory, char **environment, const struct ends *ends) {
     posix_spawn_file_actions_t actions;
     posix_spawnattr_t attributes;
     sigset_t none, usual;
     char *arguments[] = {"bash", "-c", (char *)boot, "bash", (char *)directory, NULL};
     if (!directory) arguments[3] = NULL;
+    if (here.apart) return fork_shell(pid, arguments, environment, ends);
     sigemptyset(&none);
     sigemptyset(&usual);
     sigaddset(&usual, SIGPIPE);

@@ -47,9 +47,9 @@ static void cancel(int64_t number) {
     if (job && !job->ended) stop(job, "cancelled");
 }
 
-static void pause_all(void) {
+static void pause_all(bool keep_spare) {
     if (here.paused_at >= 0) return;
-    drop_spare();
+    if (!keep_spare) drop_spare();
     signal_all(SIGSTOP);
     here.paused_at = now();
     say("{\"paused\":true}");
@@ -74,10 +74,26 @@ static void resume_all(void) {
     }
 }
 
-/* Lets go of everything outside of the sandbox, and waits for a new owner; the answer says where. */
-static int park(int64_t request) {
+/* Waits where it is, with all that it has, for the word of its owner, old or new; whether it is a new one. */
+static bool stay(int64_t request) {
+    answer(request, "", NULL, 0);
+    close_watches();
+    if (here.listener >= 0) {
+        close(here.control);
+        here.control = accept_owner(here.listener);
+    }
+    struct frame frame = receive(here.control);
+    struct value *header = parse(frame.head, frame.head_size);
+    bool missing = false, is_new = header && get_integer(header, "new", &missing);
+    if (!header || !is(header, "op", "unpark")) _exit(0);
+    forget(header);
+    free_frame(&frame);
+    return is_new;
+}
+
+/* Lets go of everything outside of the sandbox, and waits for an owner; the answer says where. */
+static int berth(int64_t request, bool *is_new) {
     char name[256], text[300];
-    pause_all();
     int listener = open_berth(name, sizeof name);
     if (listener < 0) return listener;
     snprintf(text, sizeof text, ",\"berth\":\"%s\"", name);
@@ -93,10 +109,25 @@ static int park(int64_t request) {
     prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);
     here.life = fds[0];
     here.oom = count > 1 ? fds[1] : -1;
-    for (struct job *job = here.jobs; job && greeting == '2'; job = job->next) {
+    *is_new = greeting == '2';
+    return 0;
+}
+
+/* Stands still, for who saves it. */
+static int park(int64_t request, bool stays) {
+    bool is_new = false;
+    pause_all(stays); /* a clone's first command finds the shell that is ready */
+    if (stays) {
+        is_new = stay(request);
+    } else {
+        int error = berth(request, &is_new);
+        if (error) return error;
+    }
+    for (struct job *job = here.jobs; job && is_new; job = job->next) {
         job->attached = false; /* the new owner knows nothing of it, and can connect to it */
         set_window(job, false, 0);
     }
+    if (stays && is_new) resume_all();
     say("{\"ready\":true}");
     open_watches(tell_events);
     return 0;
@@ -205,11 +236,11 @@ static int dispatch(const char *op, int64_t id, const struct value *header, stru
     } else if (!strcmp(op, "unwatch")) {
         remove_watch(get_integer(header, "watch", &missing));
     } else if (!strcmp(op, "pause")) {
-        pause_all();
+        pause_all(false);
     } else if (!strcmp(op, "resume")) {
         resume_all();
     } else if (!strcmp(op, "park")) {
-        error = park(id);
+        error = park(id, get_integer(header, "stays", &missing));
         return error ? error : 1;
     } else if (!strcmp(op, "processes")) {
         add_processes(fields);

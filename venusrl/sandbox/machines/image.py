@@ -7,7 +7,6 @@ hardware virtualization unpacks slowly.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import platform
@@ -27,7 +26,28 @@ from venusrl.sandbox.spawner import seccomp
 from venusrl.sandbox.spawner.rootfs import ETC
 
 QEMU = "qemu-system-x86_64"
-_MODULES = ("virtio", "virtio_ring", "virtio_pci_modern_dev", "virtio_pci_legacy_dev", "virtio_pci", "virtio_console")
+# What kernels are packed with, and what unpacks that.
+_PACKED = {
+    b"\x02\x21\x4c\x18": ("lz4", "-dc"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "-dc"),
+    b"\xfd7zXZ\0": ("xz", "-dc"),
+    b"\x1f\x8b\x08": ("gzip", "-dc"),
+}
+# What the guest loads for its ports, of QEMU's kind and of Firecracker's.
+_MODULES = {
+    "serial": (
+        "virtio",
+        "virtio_ring",
+        "virtio_pci_modern_dev",
+        "virtio_pci_legacy_dev",
+        "virtio_pci",
+        "virtio_console",
+    ),
+    "vsock": (
+        *("virtio", "virtio_ring", "virtio_mmio", "vsock"),
+        *("vmw_vsock_virtio_transport_common", "vmw_vsock_virtio_transport"),
+    ),
+}
 _PROGRAMS = (
     "bash sh ls cat head tail wc sort cut tr mkdir rmdir rm mv cp ln chmod touch stat sleep seq true false echo "
     "printf date id env du df dd od md5sum sha1sum sha256sum mktemp readlink realpath basename dirname tee uniq "
@@ -55,6 +75,8 @@ def find_image(folder: Path | None = None) -> Image:
     Raises:
       SandboxUnsupported: something that it takes is missing; the message says what would bring it.
     """
+    if platform.machine() != "x86_64":
+        raise SandboxUnsupported(f"guests are built for x86_64 only, this is {platform.machine()}")
     folder = default_folder() if folder is None else folder
     kernel = find_kernel(folder)
     agent, why = agent_program(folder)
@@ -84,7 +106,7 @@ def find_kernel(folder: Path) -> Path:
         for kernel in reversed(kernels):
             if (_modules_of(kernel) / "kernel/drivers/char/virtio_console.ko").exists():
                 return kernel
-    raise SandboxUnsupported("no kernel for guests: python -m launchers.install_kernel")
+    raise SandboxUnsupported("no kernel for guests: python -m launchers.install kernel")
 
 
 def _modules_of(kernel: Path) -> Path:
@@ -101,10 +123,11 @@ def _fill(root: Path, kernel: Path, agent: Path, guest: Path) -> None:
     shutil.copy2(guest, root / "init")
     shutil.copy2(agent, root / "opt/agent")
     found = {path.name: path for path in (_modules_of(kernel)).rglob("*.ko")}
-    for name in _MODULES:
-        shutil.copy2(found[f"{name}.ko"], root / "modules" / f"{name}.ko")
+    for ports, names in _MODULES.items():
+        for name in names:
+            shutil.copy2(found[f"{name}.ko"], root / "modules" / f"{name}.ko")
+        (root / "modules" / ports).write_text("".join(f"{name}.ko\n" for name in names))
     (root / "filter").write_bytes(seccomp.program(platform.machine()))
-    (root / "modules/list").write_text("".join(f"{name}.ko\n" for name in _MODULES))
     for name in _PROGRAMS:
         program = shutil.which(name, path="/usr/bin:/bin:/usr/sbin:/sbin")
         if program is not None:
@@ -174,15 +197,32 @@ def _entry(name: str, mode: int, number: int, data: bytes) -> bytes:
     return head + b"\0" * (-len(head) % 4) + data + b"\0" * (-len(data) % 4)
 
 
-@functools.cache
-def why_not() -> str:
-    """Why no guest can be made here, or nothing."""
-    if platform.machine() != "x86_64":
-        return f"guests are built for x86_64 only, this is {platform.machine()}"
-    if shutil.which(QEMU) is None:
-        return f"{QEMU} is not installed: apt-get install --no-install-recommends qemu-system-x86"
-    try:
-        find_kernel(default_folder())
-    except SandboxUnsupported as error:
-        return str(error)
-    return ""
+def find_vmlinux(kernel: Path) -> Path:
+    """The kernel as an ELF file, beside the packed one. SandboxUnsupported where what unpacks it is missing."""
+    folder = default_folder()
+    target = folder / kernel.name.replace("vmlinuz", "vmlinux")
+    if target.exists():
+        return target
+    data = kernel.read_bytes()
+    for magic, program in _PACKED.items():
+        at = data.find(magic)
+        while at >= 0:
+            if shutil.which(program[0]) is None:
+                raise SandboxUnsupported(f"{kernel.name} is packed with {program[0]}: apt-get install {program[0]}")
+            unpacked = subprocess.run(program, input=data[at:], capture_output=True).stdout
+            if unpacked.startswith(b"\x7fELF"):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                with tempfile.NamedTemporaryFile(dir=folder, delete=False) as made:
+                    made.write(unpacked)
+                os.rename(made.name, target)
+                return target
+            at = data.find(magic, at + 1)
+    raise SandboxUnsupported(f"{kernel} is packed in a way that is not known here")
+
+
+def find_qemu() -> str:
+    """Its path. SandboxUnsupported where it is not installed."""
+    path = shutil.which(QEMU)
+    if path is None:
+        raise SandboxUnsupported(f"{QEMU} is not installed: apt-get install --no-install-recommends qemu-system-x86")
+    return path

@@ -2,7 +2,10 @@
 
    It loads the modules, waits on the port "control" for what the sandbox is to be, starts the agent on the port
    "agent", and then serves the machine's owner: after a clone, the time and randomness that is nobody else's. When the
-   agent ends, so does the machine. */
+   agent ends, so does the machine.
+
+   Ports are virtio ones with these names; or, where the kernel's command line has ports=vsock, vsock's 1 and 2, which
+   listen, since a connection does not outlive a snapshot there. */
 
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -12,8 +15,10 @@
 #include <linux/filter.h>
 #include <linux/random.h>
 #include <linux/seccomp.h>
+#include <linux/vm_sockets.h>
 #include <sched.h>
 #include <signal.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -23,6 +28,7 @@
 #include <sys/prctl.h>
 #include <sys/reboot.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -45,8 +51,34 @@ static void mount_at(const char *kind, const char *target, unsigned long flags, 
     if (mount(kind, target, kind, flags, options)) die(target);
 }
 
-static void load_modules(void) {
-    FILE *list = fopen("/modules/list", "r");
+/* Where the owner comes from, one connection after the other; -1: a port that is always there. */
+static int control_listener = -1;
+
+static bool has_vsock(void) {
+    char line[4096] = "";
+    int fd = open("/proc/cmdline", O_RDONLY | O_CLOEXEC);
+    if (fd < 0 || read(fd, line, sizeof line - 1) < 0) die("cmdline");
+    close(fd);
+    return strstr(line, "ports=vsock");
+}
+
+static int listen_on(unsigned int port) {
+    struct sockaddr_vm address = {.svm_family = AF_VSOCK, .svm_port = port, .svm_cid = VMADDR_CID_ANY};
+    int fd = socket(AF_VSOCK, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (fd < 0 || bind(fd, (struct sockaddr *)&address, sizeof address) || listen(fd, 1)) die("vsock");
+    return fd;
+}
+
+static int take_owner(void) {
+    int fd;
+    do fd = accept4(control_listener, NULL, NULL, SOCK_CLOEXEC);
+    while (fd < 0 && errno == EINTR);
+    if (fd < 0) die("accept");
+    return fd;
+}
+
+static void load_modules(const char *ports) {
+    FILE *list = fopen(ports, "r");
     char name[256], path[300];
     while (list && fgets(name, sizeof name, list)) {
         name[strcspn(name, "\n")] = 0;
@@ -84,13 +116,18 @@ static int open_port(const char *wanted) {
     return -1;
 }
 
-static void read_exactly(int fd, char *to, size_t size) {
-    while (size) {
-        ssize_t got = read(fd, to, size);
+static void read_exactly(int *fd, char *to, size_t size) {
+    for (size_t have = 0; have < size;) {
+        ssize_t got = read(*fd, to + have, size - have);
         if (got > 0) {
-            to += got;
-            size -= (size_t)got;
-        } else if (got < 0 && errno != EINTR && errno != EAGAIN) {
+            have += (size_t)got;
+        } else if (got < 0 && errno == EINTR) {
+            continue;
+        } else if (control_listener >= 0) { /* the next says it again, from the beginning */
+            close(*fd);
+            *fd = take_owner();
+            have = 0;
+        } else if (got < 0 && errno != EAGAIN) {
             die("control");
         } else {
             usleep(2000); /* nobody is connected */
@@ -98,8 +135,12 @@ static void read_exactly(int fd, char *to, size_t size) {
     }
 }
 
+static void write_word(int fd, const char *word) {
+    if (write(fd, word, 2) != 2 && control_listener < 0) die("control");
+}
+
 /* What the owner sends first: its length, then texts that each end with a NUL. */
-static char **configuration(int control) {
+static char **configuration(int *control) {
     uint32_t size;
     read_exactly(control, (char *)&size, sizeof size);
     char *data = size <= MOST_CONFIGURATION ? malloc(size + 1) : NULL;
@@ -206,6 +247,7 @@ static void end(int signal) {
 }
 
 int main(void) {
+    signal(SIGPIPE, SIG_IGN);
     mount_at("proc", "/proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL);
     int overcommit = open("/proc/sys/vm/overcommit_memory", O_WRONLY | O_CLOEXEC); /* as under a cgroup */
     if (overcommit < 0 || write(overcommit, "1", 1) != 1) die("overcommit");
@@ -219,19 +261,22 @@ int main(void) {
     symlink("/proc/self/fd/2", "/dev/stderr");
     chmod("/dev/ptmx", 0666);
     chmod("/", 0755);
-    load_modules();
+    bool vsock = has_vsock();
+    load_modules(vsock ? "/modules/vsock" : "/modules/serial");
     sethostname("sandbox", 7);
-    int control = open_port("control");
-    if (write(control, "up", 2) != 2) die("control");
-    char **texts = configuration(control);
+    int agent = vsock ? listen_on(2) : -1;
+    if (vsock) control_listener = listen_on(1);
+    int control = vsock ? take_owner() : open_port("control");
+    write_word(control, "up");
+    char **texts = configuration(&control);
     make_disk(texts[0]);
-    int agent = open_port("agent");
+    if (!vsock) agent = open_port("agent");
     umount2("/sys", MNT_DETACH);
     signal(SIGCHLD, end);
     start_agent(texts, agent);
     for (char message[8 + ENTROPY];;) {
-        read_exactly(control, message, sizeof message);
+        read_exactly(&control, message, sizeof message);
         refresh(message);
-        if (write(control, "ok", 2) != 2) die("control");
+        write_word(control, "ok");
     }
 }
