@@ -37,7 +37,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(CC) -std=gnu11 -O2 -Wall -Wextra -Wconversion -Werror -fsyntax-only \
-	  venusrl/sandbox/agent/native/*.c venusrl/sandbox/microvm/guest.c
+	  venusrl/sandbox/agent/native/*.c venusrl/sandbox/machines/guest.c
 
 # Minutes long: kill -9 and resume of whole runs.
 test-slow: setup
@@ -47,9 +47,9 @@ test-slow: setup
 # daemons that are killed while sandboxes move, and all of it in virtual machines. Installs what that takes, where it can;
 # what is missing is skipped.
 test-sandbox: setup
-	-$(BIN)/python -m launchers.install_criu
-	-command -v qemu-system-x86_64 || (apt-get update -qq && apt-get install -qq -y --no-install-recommends qemu-system-x86)
-	-$(BIN)/python -m launchers.install_kernel
+	-(command -v qemu-system-x86_64 && command -v lz4) || (apt-get update -qq && \
+	  apt-get install -qq -y --no-install-recommends qemu-system-x86 lz4)
+	-$(BIN)/python -m launchers.install
 	$(BIN)/python -m pytest -m "slow or not slow" tests/sandbox $(ARGS)
 
 # Against other implementations of the same thing (llama.cpp); installs the parity extra.
