@@ -1,5 +1,6 @@
 """Conformance: what a sandbox cannot see, reach or use up."""
 
+import asyncio
 import os
 import platform
 import re
@@ -165,3 +166,44 @@ async def test_hostname_is_nobodys_and_randomness_its_own(pool):
     assert seen[0][0] == seen[1][0] == "sandbox"  # the same for all, so that what runs does not depend on it
     assert seen[0][1] != seen[1][1]
     assert abs(int((await a.exec("date +%s")).text) - time.time()) < 2
+
+
+BUSY = "import threading\ndef spin():\n  while True: pass\nfor _ in range(3): threading.Thread(target=spin).start()"
+ALLOWED = "cat /proc/[0-9]*/task/*/status | grep -E '^(Name|Cpus_allowed_list)' | cut -f2 | paste - - | sort -u"
+
+
+@in_process
+async def test_who_keeps_a_processor_busy_leaves_one_free(pool):
+    """Its processes and threads are confined to the others while it does, its agent is not; and it is let go."""
+    count = len(os.sched_getaffinity(0))
+    if count < 2 or None in pool.host["cgroups"].values():
+        pytest.skip("needs two processors, and cgroups")
+    busy, calm = await pool.create(Template("busy")), await pool.create(Template("calm"))
+    everywhere = (await calm.exec("grep Cpus_allowed_list /proc/self/status | cut -f2")).text.strip()
+    hog = await busy.start(f"exec python3 -I -S -c '{BUSY}'", follow=False)
+
+    async def seen(sandbox):
+        lines = (await sandbox.exec(ALLOWED)).text.splitlines()
+        return {tuple(line.split("\t")) for line in lines}
+
+    async def until(name, holds):
+        for _ in range(100):
+            places = {allowed for command, allowed in await seen(busy) if command == name}
+            if holds(places):
+                return places
+            await asyncio.sleep(0.1)
+        raise AssertionError(places)
+
+    confined = await until("python3", lambda places: len(places) == 1 and everywhere not in places)
+    assert len(_cpus(*confined)) < count and {allowed for _, allowed in await seen(calm)} == {everywhere}
+    assert ("agent", everywhere) in await seen(busy)
+    await hog.signal(19)  # calm, and not gone
+    await until("python3", lambda places: places == {everywhere})
+    await hog.signal(18)
+    await until("python3", lambda places: everywhere not in places)
+
+
+def _cpus(text: str) -> set[int]:
+    """Of a list such as 0-2,5."""
+    parts = [part.partition("-") for part in text.split(",")]
+    return {cpu for low, _, high in parts for cpu in range(int(low), int(high or low) + 1)}

@@ -21,12 +21,6 @@ HOGS = {
 }
 
 
-# A known fault: freeing 64 MB of files at once holds a processor, in the kernel, for up to 4 ms.
-FILLER = pytest.param(
-    "disk filler", marks=pytest.mark.xfail(reason="1.7 to 4.3 times the p99 on two cores", strict=False)
-)
-
-
 async def p99(sandbox, calls: int = 800) -> float:
     """Seconds of an exec, in between the next one's."""
     seconds = []
@@ -38,7 +32,7 @@ async def p99(sandbox, calls: int = 800) -> float:
     return sorted(seconds)[calls * 99 // 100 - 1]
 
 
-@pytest.mark.parametrize("hog", [FILLER if hog == "disk filler" else hog for hog in HOGS])
+@pytest.mark.parametrize("hog", HOGS)
 async def test_a_hog_slows_its_neighbour_less_than_twice(hog):
     """The best of five, each held against the worse of before and after: others share the machine, and a p99 has it."""
     async with SandboxPool(max_sandboxes=2) as pool:

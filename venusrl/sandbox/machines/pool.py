@@ -34,6 +34,7 @@ from venusrl.sandbox.places import set_up
 from venusrl.sandbox.saving import MOVED, Saving, Standstill
 from venusrl.sandbox.snapshots import Snapshot, machine, new_id
 from venusrl.sandbox.spawner import limits
+from venusrl.sandbox.spawner.sharing import LOOK_S, Sharing
 from venusrl.sandbox.staging import Staging
 
 BACKENDS: dict[str, type] = {"qemu": Qemu, "firecracker": Firecracker, "gvisor": Gvisor}
@@ -91,6 +92,7 @@ class MachinePool(Saving):
             mountinfo = mounts.read()
             limits.reap(mountinfo)
             self._cgroups = limits.detect(mountinfo, own.read(), secrets.token_hex(3))
+        self._spawn(self._share())
 
     @property
     def host(self) -> dict:
@@ -395,6 +397,14 @@ class MachinePool(Saving):
         """After a failed or cancelled create."""
         await self._clear(sandbox_id)
         self._leave(sandbox_id, "killed")
+
+    async def _share(self) -> None:
+        """Keeps a processor free, as for process sandboxes."""
+        sharing = Sharing()
+        while not self._closed and sharing.due is not None:
+            rows = [(name, 0, place.group) for name, place in self._machines.items() if place.group.exists]
+            await asyncio.to_thread(sharing.look, rows)
+            await asyncio.sleep(LOOK_S)
 
     def _expire(self, sandbox: ProcessSandbox) -> None:
         if sandbox.lost is None and self._alive.get(sandbox.id) is sandbox:

@@ -177,6 +177,10 @@ class Group:
                     raise
                 self.resize(self.usage()[0] + _SLACK_BYTES)
 
+    def processes(self) -> list[int]:
+        """Pids of those that are in it."""
+        return _members(self._directories[0]) if self._directories else []
+
     def kill(self) -> int:
         """Sends SIGKILL to every process that is in it; how many there were."""
         return max((_kill_members(directory) for directory in self._directories), default=0)
@@ -355,12 +359,16 @@ def _reap_below(point: str) -> None:
                 _remove(directory)
 
 
-def _kill_members(directory: str) -> int:
+def _members(directory: str) -> list[int]:
     try:
         with open(f"{directory}/cgroup.procs") as f:
-            pids = [int(line) for line in f]
+            return [int(line) for line in f]
     except OSError:
-        return 0
+        return []
+
+
+def _kill_members(directory: str) -> int:
+    pids = _members(directory)
     for pid in pids:
         try:
             os.kill(pid, signal.SIGKILL)

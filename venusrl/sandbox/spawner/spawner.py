@@ -29,7 +29,9 @@ from collections.abc import Callable
 from venusrl.sandbox.agent.berth import ADOPTED, KEPT, meet
 from venusrl.sandbox.spawner import limits, namespaces, rootfs, saving, seccomp
 from venusrl.sandbox.spawner.birth import USER_NAMESPACE_FIX, Birth
+from venusrl.sandbox.spawner.boxes import Box, Helper
 from venusrl.sandbox.spawner.holder import hold
+from venusrl.sandbox.spawner.sharing import Sharing
 
 PACKET_BYTES = 1 << 17
 # Host users given to sandboxes: 64 Ki each, in a range no distribution assigns.
@@ -40,34 +42,6 @@ _USAGE_ROWS = 500  # in a packet
 _HELPER_BYTES, _HELPER_PIDS = 128 << 20, 32
 _UNLIMITED = 1 << 50
 _LONGEST_POLL_S = 3600.0  # poll(2) takes no more than 2^31 ms, and a ttl may be longer
-
-
-class _Box:
-    """One sandbox as the spawner sees it."""
-
-    def __init__(self, box_id: str, pid: int, group: limits.Group, expires: float):
-        self.id = box_id
-        self.pid = pid
-        self.pidfd = os.pidfd_open(pid)
-        self.group = group
-        self.expires = expires
-        self.oom_event = -1  # tells that it waits for memory
-        self.oom_wait_s = 0.0
-        self.gives_up: float | None = None  # when it ends for want of memory
-        self.reason: str | None = None
-
-
-class _Helper:
-    """A process that saves or restores a sandbox; `then` is called with its exit code."""
-
-    def __init__(self, pid: int, sandbox_id: str, group: limits.Group, restores: bool, then: Callable[[int], None]):
-        self.pid = pid
-        self.group = group
-        self.pidfd = os.pidfd_open(pid)
-        self.sandbox_id = sandbox_id
-        self.then = then
-        self.restores = restores
-        self.killed = False
 
 
 class Spawner:
@@ -86,8 +60,8 @@ class Spawner:
             self._cgroups = limits.detect(mountinfo, own.read())
         self._range_mode = os.geteuid() == 0 and _range_is_mapped()
         self._made = self._saves = 0
-        self._boxes: dict[int, _Box] = {}
-        self._helpers: dict[int, _Helper] = {}
+        self._boxes: dict[int, Box] = {}
+        self._helpers: dict[int, Helper] = {}
         self._unremoved: list[limits.Group] = []
         self._life_read, self._life_write = os.pipe2(os.O_CLOEXEC)
         arch = os.uname().machine
@@ -95,6 +69,7 @@ class Spawner:
         prepared = self._prepare() if self._range_mode else None
         has_limit = self._cgroups.report["memory"] is not None
         self._birth = Birth(self._host, prepared, self._range_mode, has_limit, self._filter, self._life_read)
+        self._sharing = Sharing()
         self._owner_fd = os.pidfd_open(os.getppid())
         self._poll = select.poll()
 
@@ -146,6 +121,7 @@ class Spawner:
                 box.gives_up = None
                 if box.group.under_oom():
                     self._kill(box, "oom")
+        self._sharing.look((box.id, box.pid, box.group) for box in self._boxes.values() if box.reason is None)
         self._unremoved = [group for group in self._unremoved if not group.remove()]
         return True
 
@@ -154,6 +130,8 @@ class Spawner:
         alive = [box for box in self._boxes.values() if box.reason is None]
         waits = [box.expires - now for box in alive]
         waits += [box.gives_up - now for box in alive if box.gives_up is not None]
+        if alive and self._sharing.due is not None:
+            waits.append(self._sharing.due - now)
         if self._unremoved:
             waits.append(_REMOVE_RETRY_S)
         return max(0.0, min([*waits, _LONGEST_POLL_S])) * 1000.0 + 0.5 if waits else None
@@ -189,7 +167,7 @@ class Spawner:
             self._tell({"event": "usage", "rows": rows[at : at + _USAGE_ROWS], "last": False})
         self._tell({"event": "usage", "rows": [], "last": True})
 
-    def _wait_for_memory(self, box: _Box) -> None:
+    def _wait_for_memory(self, box: Box) -> None:
         try:
             os.read(box.oom_event, 8)
         except BlockingIOError:
@@ -198,7 +176,7 @@ class Spawner:
             box.gives_up = box.gives_up or time.monotonic() + box.oom_wait_s
             self._tell({"event": "pressure", "id": box.id})
 
-    def _resize(self, box: _Box, message: dict) -> None:
+    def _resize(self, box: Box, message: dict) -> None:
         error = None
         try:
             box.group.resize(message["memory_bytes"])
@@ -227,7 +205,7 @@ class Spawner:
             group.leave()
         try:
             group.join(pid)
-            helper = _Helper(pid, sandbox_id, group, restores, then)
+            helper = Helper(pid, sandbox_id, group, restores, then)
         except OSError:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -235,14 +213,14 @@ class Spawner:
         self._helpers[helper.pidfd] = helper
         self._poll.register(helper.pidfd, select.POLLIN)
 
-    def _end_help(self, helper: _Helper) -> None:
+    def _end_help(self, helper: Helper) -> None:
         _, status = os.waitpid(helper.pid, 0)
         del self._helpers[helper.pidfd]
         self._poll.unregister(helper.pidfd)
         os.close(helper.pidfd)
         helper.then(-signal.SIGKILL if helper.killed else os.waitstatus_to_exitcode(status))
 
-    def _save(self, box: _Box, message: dict) -> None:
+    def _save(self, box: Box, message: dict) -> None:
         def then(exit_code: int) -> None:
             group.kill()
             if not group.remove():
@@ -262,7 +240,7 @@ class Spawner:
                 self._unremoved.append(group)
             self._tell({"event": "done", "request": message["request"], "error": str(error)})
 
-    def _meet(self, box: _Box, message: dict) -> None:
+    def _meet(self, box: Box, message: dict) -> None:
         """The agent of a sandbox that was saved, and is still its owner's."""
         try:
             with self._connect(box.pid, message["berth"], KEPT, box.group) as connection:
@@ -335,7 +313,7 @@ class Spawner:
 
     def _admit(self, request: dict, pid: int, group: limits.Group, hold: int, agent: socket.socket | None) -> None:
         """A sandbox that is there from now on; with its agent's socket, unless that waits."""
-        box = _Box(request["id"], pid, group, time.monotonic() + request["ttl_s"])
+        box = Box(request["id"], pid, group, time.monotonic() + request["ttl_s"])
         self._boxes[box.pidfd] = box
         self._poll.register(box.pidfd, select.POLLIN)
         if hold >= 0:
@@ -343,12 +321,12 @@ class Spawner:
             self._poll.register(hold, select.POLLIN)
         self._tell({"event": "created", "id": box.id, "pid": pid}, () if agent is None else (agent.fileno(),))
 
-    def _kill(self, box: _Box, reason: str) -> None:
+    def _kill(self, box: Box, reason: str) -> None:
         if box.reason is None:
             box.reason = reason
         signal.pidfd_send_signal(box.pidfd, signal.SIGKILL)
 
-    def _collect(self, box: _Box) -> None:
+    def _collect(self, box: Box) -> None:
         """After process 1 ended, and with it, by the kernel's rule, every process of the sandbox."""
         _, status = os.waitpid(box.pid, 0)
         killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
