@@ -27,7 +27,9 @@ from venusrl.sandbox import programs
 from venusrl.sandbox.machines.gvisor import RUNSC, find_runsc
 from venusrl.sandbox.machines.image import find_kernel
 
-_MIRROR = flags.DEFINE_string("mirror", "", "Address of a Debian mirror; empty: the one that this system uses.")
+_MIRROR = flags.DEFINE_string(
+    "mirror", "", "Address of a Debian mirror, for criu and runsc; empty: the one that this system uses."
+)
 _FORCE = flags.DEFINE_bool("force", False, "Also where there is one that will do.")
 
 _RELEASES = {"criu": "trixie", "runsc": "bookworm-backports"}

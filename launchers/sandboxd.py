@@ -26,6 +26,7 @@ from venusrl.core.listening import answer, listen, listen_at
 from venusrl.sandbox import SandboxPool
 from venusrl.sandbox.check import backends
 from venusrl.sandbox.daemon.app import Daemon
+from venusrl.sandbox.layers import default_folder
 from venusrl.sandbox.machines.pool import BACKENDS, MachinePool
 
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on. There is no authentication: keep it private.")
@@ -65,7 +66,7 @@ def read_key(path: str) -> str:
 async def serve() -> None:
     """Until it is told to stop."""
     listener, address = listen_at(_SOCKET.value) if _SOCKET.value else listen(_HOST.value, _PORT.value)
-    templates = _TEMPLATES.value or None
+    templates = _TEMPLATES.value or default_folder()
     snapshots = _SNAPSHOTS.value or None
     key = read_key(_KEY_FILE.value) if _KEY_FILE.value else ""
     folders = {"templates": templates, "snapshots": snapshots, "key": key}

@@ -12,7 +12,8 @@ sandbox with 25 MB of processes, whole calls; `image_over_dirty` is the bytes of
 (without the kernel's); `blackout_s` is the longest that a process in it stood still while it moved to another daemon.
 `clone_first_command_ms` is from the call that makes a
 virtual machine, a clone, to the end of its first `true`; `clone_private_ratio` its private memory then to that of one
-that has just booted (QEMU's own among both). The last line is one JSON object.
+that has just booted (QEMU's own among both). Then, of each kind of machine that the host has, the same as of processes,
+for a small sandbox (BACKEND_create_p50_ms, ..., BACKEND_restore_s). The last line is one JSON object.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ from absl import app, flags
 
 from venusrl.core.errors import SandboxError, SandboxUnsupported
 from venusrl.sandbox import Process, SandboxPool, Template
-from venusrl.sandbox.machines.pool import MachinePool
+from venusrl.sandbox.machines.pool import BACKENDS, MachinePool
 from venusrl.sandbox.programs import find_criu
 
 _ALIVE = flags.DEFINE_integer("alive", 500, "Sandboxes at once.", lower_bound=1)
@@ -193,6 +194,40 @@ async def cloned() -> dict[str, float]:
     }
 
 
+async def machines(backend: str) -> dict[str, float]:
+    """What sandboxes of a kind of machine cost; nothing where this host has none. Templates' machines are there."""
+    made, ran, own, taken, restored = [], [], [], [], []
+    template = Template("machine", memory_bytes=96 << 20, disk_bytes=32 << 20)
+    with tempfile.TemporaryDirectory() as folder:
+        async with MachinePool(backend, max_sandboxes=4, snapshots=folder) as pool:
+            await (await pool.create(template)).kill()
+            for _ in range(_CLONES.value):
+                started = time.perf_counter()
+                sandbox = await pool.create(template)
+                made.append(time.perf_counter() - started)
+                for _ in range(EXECS):
+                    await asyncio.sleep(_THINK_S.value)
+                    started = time.perf_counter()
+                    await sandbox.exec("true")
+                    ran.append(time.perf_counter() - started)
+                own.append((await pool.usage())[sandbox.id].private)
+                started = time.perf_counter()
+                saved = await sandbox.snapshot()
+                taken.append(time.perf_counter() - started)
+                started = time.perf_counter()
+                copy = await pool.restore(saved)
+                restored.append(time.perf_counter() - started)
+                await asyncio.gather(copy.kill(), sandbox.kill())
+                await pool.delete_snapshot(saved)
+    return {
+        f"{backend}_create_p50_ms": 1e3 * statistics.median(made),
+        f"{backend}_exec_p50_ms": 1e3 * statistics.median(ran),
+        f"{backend}_private_mb": statistics.median(own) / MB,
+        f"{backend}_checkpoint_s": statistics.median(taken),
+        f"{backend}_restore_s": statistics.median(restored),
+    }
+
+
 async def longest_gap(ticks: Process, moving: asyncio.Task) -> float:
     """Seconds that the process that ticks stood still at most, while it moved."""
     began, until, rest, times = time.time(), None, b"", []
@@ -242,6 +277,15 @@ async def run(templates: str) -> dict:
         say("its own memory is {clone_private_ratio:.2f} of that of one that has booted", result)
     except SandboxUnsupported as error:
         print(error)
+    for backend in BACKENDS:
+        try:
+            result |= await machines(backend)
+        except SandboxUnsupported as error:
+            print(error)
+            continue
+        at, ran = result[f"{backend}_create_p50_ms"], result[f"{backend}_exec_p50_ms"]
+        print(f"{backend}: create {at:.0f} ms, exec {ran:.1f} ms, {result[f'{backend}_private_mb']:.1f} MB of its own")
+        print(f"saved in {result[f'{backend}_checkpoint_s']:.3f} s, restored in {result[f'{backend}_restore_s']:.3f} s")
     return {key: round(value, 4) for key, value in result.items()} | host
 
 

@@ -5,6 +5,7 @@ handshake. The guest is the real agent in a directory of this host; what a snaps
 """
 
 import json
+import mmap
 import os
 import socket
 import struct
@@ -114,6 +115,9 @@ class Guest:
     def _snapshot_load(self, body):
         if body["mem_backend"]["backend_type"] != "File" or not os.path.exists(body["mem_backend"]["backend_path"]):
             return "Cannot load the memory"
+        with open(body["mem_backend"]["backend_path"], "r+b") as f:
+            self.memory = mmap.mmap(f.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        self.memory[7 * mmap.PAGESIZE] = 1  # what a guest does at once
         self.files, self.texts = json.loads(Path(body["snapshot_path"]).read_text())
         self.state, self.said_up = "Running" if body.get("resume_vm") else "Paused", True
         self.start_agent()

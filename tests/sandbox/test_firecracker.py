@@ -79,6 +79,7 @@ async def test_one_is_saved_and_goes_on(standin, tmp_path):
         assert (await copy.exec("echo copy", timeout_s=10)).text == "copy\n"
         [record] = await pool.snapshots()
         assert record.kind == "firecracker" and set(record.files) == {"state", "pages"}
+        assert record.files["pages"][0] == 8 + 8 + 4096  # one page that it has written
 
 
 @needs_root

@@ -15,7 +15,7 @@ from tests.sandbox.conftest import MACHINES, ROOT, machine_pool, processes
 from tests.sandbox.test_life import until
 from tests.sandbox.test_migration import two
 from venusrl.core.errors import ConfigError, SandboxCapacity, SandboxError, SandboxLost, SandboxUnsupported
-from venusrl.sandbox import Template
+from venusrl.sandbox import SandboxPool, Template
 from venusrl.sandbox.machines import pages
 from venusrl.sandbox.machines.pool import MachinePool
 
@@ -96,8 +96,8 @@ asyncio.run(main())
     with owner:
         assert owner.stdout.readline() == "made\n"
         owner.send_signal(signal.SIGKILL)
+    await until(lambda: not of_machines())
     async with machine_pool(backend, folder=tmp_path / "m") as pool:
-        await until(lambda: not of_machines())
         await (await pool.create(SMALL)).kill()
         assert len(list((tmp_path / "m").iterdir())) == 1
 
@@ -144,6 +144,58 @@ async def test_it_moves_to_another_node(backend, tmp_path):
         with pytest.raises(SandboxError):
             await sandbox.migrate(a.address)
         assert (await sandbox.exec("cat f")).text == "mine"
+
+
+@each
+async def test_a_full_disk_leaves_it_running(backend, tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", small], check=True)
+    try:
+        async with machine_pool(backend, snapshots=small / "s") as pool:
+            sandbox = await pool.create(SMALL)
+            await sandbox.exec("head -c 5000000 /dev/urandom > f")
+            with pytest.raises((SandboxError, OSError)):
+                await sandbox.snapshot()
+            assert (await sandbox.exec("stat -c %s f")).text == "5000000\n"
+            assert list((small / "s").iterdir()) == [] and pool.alive == 1
+    finally:
+        subprocess.run(["umount", "-l", small], check=True)
+
+
+@each
+async def test_a_damaged_snapshot_starts_nothing(backend, tmp_path):
+    async with machine_pool(backend, snapshots=tmp_path / "s", max_sandboxes=1) as pool:
+        sandbox = await pool.create(SMALL)
+        saved = await sandbox.snapshot()
+        await sandbox.kill()
+        largest = max((tmp_path / "s" / saved).iterdir(), key=lambda path: path.stat().st_size)
+        whole = largest.read_bytes()
+        largest.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(SandboxError, match=f"damaged: {largest.name} is not what was saved"):
+            await pool.restore(saved)
+        assert pool.alive == 0 and pool._machines == {}
+        largest.write_bytes(whole)
+        assert (await (await pool.restore(saved)).exec("echo fine")).text == "fine\n"
+
+
+@each
+async def test_a_caller_who_gives_up_leaves_nothing_half_done(backend, tmp_path):
+    async with machine_pool(backend, snapshots=tmp_path / "s", max_sandboxes=2) as pool:
+        sandbox = await pool.create(SMALL)
+        for wait_s in (0.0, 0.02, 0.05, 0.1):
+            for work in (sandbox.snapshot(), sandbox.fork(), pool.create(SMALL)):
+                task = asyncio.create_task(work)
+                await asyncio.sleep(wait_s)
+                task.cancel()
+                done = (await asyncio.gather(task, return_exceptions=True))[0]
+                assert isinstance(done, asyncio.CancelledError | str) or done is None or hasattr(done, "kill")
+                if hasattr(done, "kill"):
+                    await done.kill()
+                assert (await sandbox.exec("echo on", timeout_s=20)).text == "on\n"
+        await until(lambda: pool.alive == 1)
+        other = await pool.create(SMALL)
+        assert (await other.exec("echo two")).text == "two\n"
 
 
 @cloned
@@ -200,7 +252,35 @@ async def test_a_container_that_takes_too_much_ends_as_oom(backend):
         assert (await other.exec("echo on")).text == "on\n"
 
 
-def test_a_snapshot_of_another_kind_is_refused():
+@each
+async def test_a_snapshot_of_another_kind_is_refused(backend, tmp_path):
+    async with machine_pool(backend, snapshots=tmp_path) as pool:
+        saved = await (await pool.create(SMALL)).snapshot()
+        async with SandboxPool(max_sandboxes=1, snapshots=tmp_path) as other:
+            if other.host["mode"] == "range":
+                with pytest.raises(SandboxError, match=f"of the kind '{backend}'"):
+                    await other.restore(saved)
+
+
+@each
+async def test_lowers_of_any_size_and_what_does_not_fit(backend, tmp_path):
+    lower = tmp_path / "lower"
+    (lower / "d").mkdir(parents=True)
+    for i in range(3):
+        (lower / f"d/{i}").write_bytes(random.Random(i).randbytes(900_000))
+    (lower / "link").symlink_to("d/0")
+    few = Template("lowers", memory_bytes=96 << 20, disk_bytes=32 << 20, lowers=(str(lower),), file_bytes=1 << 20)
+    async with machine_pool(backend) as pool:
+        sandbox = await pool.create(few)
+        result = await sandbox.exec("cat d/0 d/1 d/2 | wc -c; readlink link; stat -c %u d/0")
+        assert result.text == "2700000\nd/0\n1000\n"
+        (lower / "d/large").write_bytes(bytes(2 << 20))
+    async with machine_pool(backend) as pool:
+        with pytest.raises(SandboxError, match="lowers of 'lowers' do not fit"):
+            await pool.create(few)
+
+
+def test_a_kind_that_there_is_not():
     with pytest.raises(ConfigError, match="qemu, firecracker, gvisor"):
         MachinePool("docker", max_sandboxes=1)
 

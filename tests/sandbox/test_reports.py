@@ -84,9 +84,10 @@ async def test_ids_are_no_paths(pool):
     """daytona GHSA-fjv8-j4p5-cr9m: a volume's id with ../ in it reached the host."""
     async with httpx.AsyncClient(base_url=pool.address) as http:
         for path in ("..%2f..%2fetc", "%2e%2e", ".", "a%00b", "sb-x%2f..%2f..%2fetc"):
-            for request in ("files?path=passwd", "list?path=.", "snapshot", "exec"):
-                answer = await http.get(f"/sandboxes/{path}/{request}")
-                assert answer.status_code in (404, 405, 410), answer.text
+            asked = [("GET", "files?path=passwd", None), ("GET", "list?path=.", None), ("POST", "snapshot", None)]
+            for method, request, body in [*asked, ("POST", "exec", {"script": "true"})]:
+                answer = await http.request(method, f"/sandboxes/{path}/{request}", json=body)
+                assert answer.status_code in (404, 410), answer.text
             assert (await http.delete(f"/snapshots/{path}")).status_code in (404, 405, 500)
             assert (await http.post("/sandboxes", json={"snapshot": path})).status_code == 500
 

@@ -8,39 +8,22 @@ import math
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
-from typing import Protocol
 
 from venusrl.core.errors import ConfigError, SandboxLost, SandboxUnsupported
 from venusrl.sandbox.agent.files import CHUNK_BYTES
 from venusrl.sandbox.contract import MIB, ExecResult, FileChange, FileInfo, ProcessInfo, Template
+from venusrl.sandbox.keeper import Keeper
 from venusrl.sandbox.process import WINDOW_BYTES, RemoteProcess, check_size
-from venusrl.sandbox.requests import command, exec_result, unfollowed
+from venusrl.sandbox.requests import add_changes, command, exec_result, unfollowed
 from venusrl.sandbox.wire import WireError, pack, read_frame, unpack
 
 # An agent that has not answered this long after the deadline is broken, and its sandbox is killed.
 _GRACE_S = 30.0
 # How long the reason of a sandbox's end may come after its socket closed.
 _REASON_WAIT_S = 5.0
-_MOST_CHANGES = 10_000  # of a watched path that wait to be taken
 RANGE = 1 << 32  # ids of one client
 _UNANSWERED = ("cancel", "window")
 _OWNER_REASONS = ("killed", "closed", "ttl", "oom", "node-lost", "lease")
-
-
-class Keeper(Protocol):
-    """Who made a sandbox: a pool, or a daemon far away."""
-
-    async def end(self, sandbox_id: str, reason: str) -> None:
-        """Kills the sandbox for a reason, and returns when its processes are gone."""
-
-    async def snapshot(self, sandbox: ProcessSandbox) -> str:
-        """See Sandbox.snapshot."""
-
-    async def fork(self, sandbox: ProcessSandbox) -> ProcessSandbox:
-        """See Sandbox.fork."""
-
-    async def migrate(self, sandbox: ProcessSandbox, node: str) -> None:
-        """See Sandbox.migrate."""
 
 
 class ProcessSandbox:
@@ -507,13 +490,8 @@ class ProcessSandbox:
     def _told(self, message: dict, body: bytes) -> None:
         """Of a process, or of a watched path."""
         if "watch" in message:
-            changes = self._watches.get(message["watch"])
-            for kind, name in message["events"] if changes is not None else ():
-                if changes.qsize() == _MOST_CHANGES:  # they come faster than they are taken
-                    while not changes.empty():
-                        changes.get_nowait()
-                    changes.put_nowait(FileChange("lost", ""))
-                changes.put_nowait(FileChange(kind, name))
+            if message["watch"] in self._watches:
+                add_changes(self._watches[message["watch"]], message["events"])
         elif "stream" in message:
             for process in self._processes.get(message["job"], ()):
                 process.came(message["stream"], body)

@@ -13,7 +13,7 @@ from venusrl.sandbox.layers import Layer
 from venusrl.sandbox.making import Making, Restored
 from venusrl.sandbox.places import PoolStats
 from venusrl.sandbox.programs import agent_key, find_criu
-from venusrl.sandbox.saving import MOVED, Saving, Standstill
+from venusrl.sandbox.saving import Saving, Standstill
 from venusrl.sandbox.snapshots import Snapshot, machine, new_id
 
 __all__ = ["PoolStats", "SandboxPool"]
@@ -41,15 +41,14 @@ class SandboxPool(Saving, Making):
     def _standstill(self, sandbox: ProcessSandbox, folder: Path) -> Standstill:
         return _Standstill(self, sandbox, folder)
 
-    async def _finish(self, sandbox_id: str) -> None:
-        await Making.end(self, sandbox_id, MOVED)
+    async def _finish(self, sandbox_id: str, reason: str) -> None:
+        await Making.end(self, sandbox_id, reason)
 
     # Restoring
 
     async def _restore(self, snapshot: Snapshot) -> ProcessSandbox:
         criu, layer = await self._what_it_takes(snapshot)
-        folder = await asyncio.to_thread(self._snapshots.check_out, snapshot)
-        try:
+        async with self._snapshots.folder_of(lambda: self._snapshots.check_out(snapshot)) as folder:
             restored = Restored(snapshot, str(folder), criu)
             sandbox = await self._create(snapshot.template, layer, restored=restored)
             try:
@@ -58,8 +57,6 @@ class SandboxPool(Saving, Making):
                 await sandbox.kill()
                 raise
             return sandbox
-        finally:
-            await asyncio.to_thread(self._snapshots.discard, folder)
 
     async def _what_it_takes(self, snapshot: Snapshot) -> tuple[str, Layer | None]:
         criu = await asyncio.to_thread(self.saver)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 
 from venusrl.core.errors import ConfigError
-from venusrl.sandbox.contract import ExecResult, check_env
+from venusrl.sandbox.contract import ExecResult, FileChange, check_env
 
+MOST_CHANGES = 10_000  # of a watched path that wait to be taken
 _USERS = ("", "sandbox")
 
 
@@ -57,3 +59,13 @@ def exec_result(answer: dict, output: bytes) -> ExecResult:
         oom=answer["oom"],
         silent=answer["timed_out"] == "silent",
     )
+
+
+def add_changes(changes: asyncio.Queue[FileChange | None], events: list[tuple[str, str]]) -> None:
+    """Of a watched path; where they come faster than they are taken, that is what is said."""
+    for kind, name in events:
+        if changes.qsize() == MOST_CHANGES:
+            while not changes.empty():
+                changes.get_nowait()
+            changes.put_nowait(FileChange("lost", ""))
+        changes.put_nowait(FileChange(kind, name))

@@ -88,8 +88,8 @@ class Saving(Places):
     async def _restore(self, snapshot: Snapshot) -> ProcessSandbox: ...
 
     @abstractmethod
-    async def _finish(self, sandbox_id: str) -> None:
-        """Ends one that has moved, or is to be; when this returns, nothing of it is left here."""
+    async def _finish(self, sandbox_id: str, reason: str) -> None:
+        """Ends one here; when this returns, nothing of it is left here."""
 
     @abstractmethod
     def _template_of(self, sandbox: ProcessSandbox) -> tuple[str, str] | None:
@@ -159,14 +159,10 @@ class Saving(Places):
 
     async def _save(self, sandbox: ProcessSandbox) -> Snapshot:
         async def work() -> Snapshot:
-            staged = await asyncio.to_thread(self._snapshots.stage)
-            try:
+            async with self._snapshots.folder_of() as staged:
                 async with self._standstill(sandbox, staged) as still:
                     await still.unpark()
                 return await asyncio.to_thread(self._snapshots.finish, staged, still.snapshot)
-            except BaseException:
-                await asyncio.to_thread(self._snapshots.discard, staged)
-                raise
 
         return await self._to_the_end(sandbox, work)
 
@@ -209,36 +205,36 @@ class Saving(Places):
 
         async def work() -> None:
             target = Node(node, key=self._key)
-            staged = await asyncio.to_thread(self._snapshots.stage)
             try:
                 await target.health()
                 await self._bring_template(sandbox, target)
-                async with self._standstill(sandbox, staged) as still:
-                    snapshot = await asyncio.to_thread(self._snapshots.describe, staged, still.snapshot)
-                    left_s = max(_LEAST_TTL_S, self._ends[sandbox.id] - asyncio.get_running_loop().time())
-                    told = sandbox.interests(clients or {})
-                    told |= {"paused": still.was_paused, "lease_s": lease_s, "ttl_s": left_s}
-                    await target.arrive(sandbox.id, snapshot, staged, told)
-                    runs_there = await target.commit(sandbox.id, lambda: sandbox.lost is not None)
-                    if sandbox.lost is not None:  # it was killed meanwhile
-                        await target.drop(sandbox.id)
-                        raise SandboxLost(sandbox.id, sandbox.lost)
-                    if not runs_there:
-                        raise SandboxError(f"node {node} ended before {sandbox.id} ran there; it goes on here")
-                    still.is_gone = True
-                    if sandbox.id in self._alive:
-                        self._alive[sandbox.id] = None
-                    try:
-                        await target.take(sandbox)
-                    except SandboxError:  # it runs there, and cannot be reached
-                        sandbox.mark_lost("node-lost")
-                    finally:
-                        await self._finish(sandbox.id)
+                await move(target)
             except BaseException:
                 await target.close()
                 raise
-            finally:
-                await asyncio.to_thread(self._snapshots.discard, staged)
+
+        async def move(target: Node) -> None:
+            async with self._snapshots.folder_of() as staged, self._standstill(sandbox, staged) as still:
+                snapshot = await asyncio.to_thread(self._snapshots.describe, staged, still.snapshot)
+                left_s = max(_LEAST_TTL_S, self._ends[sandbox.id] - asyncio.get_running_loop().time())
+                told = sandbox.interests(clients or {})
+                told |= {"paused": still.was_paused, "lease_s": lease_s, "ttl_s": left_s}
+                await target.arrive(sandbox.id, snapshot, staged, told)
+                runs_there = await target.commit(sandbox.id, lambda: sandbox.lost is not None)
+                if sandbox.lost is not None:  # it was killed meanwhile
+                    await target.drop(sandbox.id)
+                    raise SandboxLost(sandbox.id, sandbox.lost)
+                if not runs_there:
+                    raise SandboxError(f"node {node} ended before {sandbox.id} ran there; it goes on here")
+                still.is_gone = True
+                if sandbox.id in self._alive:
+                    self._alive[sandbox.id] = None
+                try:
+                    await target.take(sandbox)
+                except SandboxError:  # it runs there, and cannot be reached
+                    sandbox.mark_lost("node-lost")
+                finally:
+                    await self._finish(sandbox.id, MOVED)
 
         moving = self._moving[sandbox.id] = asyncio.create_task(self._to_the_end(sandbox, work))
         try:
@@ -249,6 +245,16 @@ class Saving(Places):
             else:
                 moving.add_done_callback(lambda task: self._moving.pop(sandbox.id, None))
 
+    async def bring_template(self, sandbox: ProcessSandbox, node: str) -> None:
+        """Has the node at an address know what a sandbox began with, before that moves there. See migrate."""
+        from venusrl.sandbox.daemon.client import Node
+
+        target = Node(node, key=self._key)
+        try:
+            await self._bring_template(sandbox, target)
+        finally:
+            await target.close()
+
     async def _bring_template(self, sandbox: ProcessSandbox, target: Node) -> None:
         """What it began with goes first, while it still runs, where the node does not have it."""
         key, digest = self._template_of(sandbox) or ("", "")
@@ -258,16 +264,13 @@ class Saving(Places):
                 f"template {sandbox.template.name!r} ({key[:12]}) has other files at {target.address}; delete it there"
             )
         if there is None:
-            staged = await asyncio.to_thread(self._snapshots.stage)
-            try:
+            async with self._snapshots.folder_of() as staged:
                 await asyncio.to_thread(self._pack_template, key, staged)
                 await target.send_template(key, digest, staged)
-            finally:
-                await asyncio.to_thread(self._snapshots.discard, staged)
 
     async def end(self, sandbox_id: str, reason: str) -> None:
         """Kills one for a reason; when it returns, its processes are gone, also where it was just moving to."""
-        await super().end(sandbox_id, reason)
+        await self._finish(sandbox_id, reason)
         moving = self._moving.get(sandbox_id)
         if moving is not None:
             await asyncio.wait({moving})

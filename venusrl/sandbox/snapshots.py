@@ -113,12 +113,16 @@ class SnapshotStore(Staging):
         source = self.folder / snapshot.id
         verify(source, snapshot)
         folder = self.stage()
-        folder.chmod(0o711)  # the sandbox's users open images in it; nobody else comes past the store's folder
-        for name in snapshot.files:
-            if name.startswith("userns-"):  # the restoring changes it
-                shutil.copyfile(source / name, folder / name)
-            else:
-                os.link(source / name, folder / name)
+        try:
+            folder.chmod(0o711)  # the sandbox's users open images in it; nobody else comes past the store's folder
+            for name in snapshot.files:
+                if name.startswith("userns-"):  # the restoring changes it
+                    shutil.copyfile(source / name, folder / name)
+                else:
+                    os.link(source / name, folder / name)
+        except BaseException:
+            self.discard(folder)
+            raise
         return folder
 
     def list(self) -> list[Snapshot]:

@@ -162,6 +162,7 @@ class Daemon:
         async with held.moving:
             self._get(sandbox_id)  # still here
             try:
+                await self._pool.bring_template(held.sandbox, node)
                 await held.hub.hold(node, _HOLD_S)
                 await self._pool.migrate(held.sandbox, node, held.hub.state(), held.lease_s)
             except BaseException:

@@ -156,9 +156,7 @@ class Arrivals:
         Raises:
           SandboxError: something is wrong with it; nothing of it is left.
         """
-        store = self._pool.incoming()
-        folder = await asyncio.to_thread(store.stage)
-        try:
+        async with self._pool.incoming().folder_of() as folder:
             reader = _Reader(parts)
             try:
                 header = await reader.header()
@@ -170,8 +168,6 @@ class Arrivals:
             for name, (length, sha256) in files.items():
                 await _write(reader, folder / name, length, sha256)
             await asyncio.to_thread(self._pool.take_template, key, digest, folder)
-        finally:
-            await asyncio.to_thread(store.discard, folder)
 
     async def commit(self, sandbox_id: str) -> bool:
         """It runs from now on; again is the same. False: it is not here, and will not be."""

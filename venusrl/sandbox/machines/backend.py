@@ -11,13 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from venusrl.core.errors import SandboxError
 from venusrl.sandbox.contract import Template
 from venusrl.sandbox.spawner.limits import Group
 
 MEMORY, STATE, PAGES = "memory", "state", "pages"  # files of a machine that is kept, or saved
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 # Waits until it is in its group before it becomes the program.
-_GATE = 'gate=$1; shift; read -r go <&"$gate"; exec {gate}<&-; exec "$@"'
+_GATE = 'gate=$1; shift; read -r go <&"$gate" || exit 1; exec {gate}<&-; exec "$@"'
 _END_S = 10.0
 
 
@@ -47,6 +48,9 @@ class Machine(Protocol):
 
     def private_bytes(self) -> int:
         """Memory that is this machine's alone, what runs it among it."""
+
+    def complaint(self) -> str:
+        """What it last said, for who asks why it ended."""
 
 
 class Backend(Protocol):
@@ -129,8 +133,13 @@ class Program:
                     pass_fds=[gate],
                     cwd=folder,
                 )
-            group.join(process.pid)
-            os.write(go, b"go\n")
+            try:
+                group.join(process.pid)
+                os.write(go, b"go\n")
+            except BaseException:
+                process.kill()
+                await process.wait()
+                raise
         finally:
             os.close(gate)
             os.close(go)
@@ -177,5 +186,7 @@ def move(source: Path, target: Path) -> None:
     try:
         os.rename(source, target)
     except OSError:  # another file system
-        subprocess.run(["cp", "--sparse=always", source, target], check=True)
+        done = subprocess.run(["cp", "--sparse=always", source, target], capture_output=True, text=True)
+        if done.returncode != 0:
+            raise SandboxError(f"the memory of a machine cannot be kept: {done.stderr.strip()[-300:]}") from None
         source.unlink()

@@ -35,7 +35,7 @@ from venusrl.sandbox.spawner.limits import Group
 FIRECRACKER = "firecracker/firecracker"  # below the folder of programs
 LEAST_FIRECRACKER = (1, 8)
 CONTROL_PORT, AGENT_PORT = 1, 2  # as in guest.c
-HOST_MIB = 64  # of the host's memory that it takes besides the guest's
+HOST_MIB = 64  # of the host's memory that it takes besides the guest's, which is there twice while it is saved
 _API, _VSOCK = "api", "vsock"  # relative to the machine's folder: a clone's are its own
 _ARGUMENTS = "console=ttyS0 quiet panic=-1 reboot=k random.trust_cpu=on mitigations=off ports=vsock"
 _WAIT_S = 60.0
@@ -94,7 +94,7 @@ class Firecracker:
 
     def ceiling(self, template: Template) -> int:
         """See Backend.ceiling."""
-        return (template.memory_bytes // MIB + GUEST_MIB + HOST_MIB) * MIB
+        return (2 * (template.memory_bytes // MIB + GUEST_MIB) + HOST_MIB) * MIB
 
     async def boot(self, folder: Path, group: Group, template: Template) -> FirecrackerMachine:
         """See Backend.boot."""
@@ -198,6 +198,10 @@ class FirecrackerMachine:
     def private_bytes(self) -> int:
         """See Machine.private_bytes."""
         return self.program.private_bytes()
+
+    def complaint(self) -> str:
+        """See Machine.complaint."""
+        return self.program.complaint()
 
     async def ask(self, method: str, path: str, **body) -> None:
         """SandboxError where it refuses, or has ended."""

@@ -43,7 +43,10 @@ def find_runsc() -> tuple[str | None, str, int]:
     why = "runsc (gVisor) is not installed: python -m launchers.install runsc"
     for path in filter(None, (shutil.which("runsc"), str(default_folder() / RUNSC))):
         if Path(path).exists():
-            said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30).stdout
+            try:
+                said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30).stdout
+            except (OSError, subprocess.TimeoutExpired):
+                said = ""
             found = re.search(r"(20\d{6})", said)
             version = int(found[1]) if found else 0
             if version >= LEAST_RUNSC:
@@ -172,10 +175,11 @@ class Container:
         self._life = life
         self._id = f"c{secrets.token_hex(8)}"
         self._program: Program | None = None
+        self._stands = False
         self._saved = saved
 
     async def start(self, what: str, *options: str) -> None:
-        """Runs it, and waits until it does."""
+        """Has runsc run it; what becomes of that, its agent says, or its end."""
         ours, theirs = socket.socketpair()
         command = [*self._command, what, "-bundle", str(self._folder), *options, self._id]
         with theirs:
@@ -187,6 +191,7 @@ class Container:
     async def save(self, folder: Path) -> None:
         """See Machine.save."""
         await self._ask("pause")
+        self._stands = True
         await self._ask("checkpoint", "-leave-running", "-compression=none", f"-image-path={folder}")
 
     async def keep(self, folder: Path) -> None:
@@ -198,8 +203,9 @@ class Container:
         """See Machine.go_on. Its clock and what is random come from the host."""
         if self._program is None:
             await self.start("restore", f"-image-path={self._saved}")
-        else:
+        elif self._stands:
             await self._ask("resume")
+            self._stands = False
 
     async def ended(self) -> None:
         """See Machine.ended."""
@@ -213,7 +219,8 @@ class Container:
         if not self._group.exists:
             with suppress(SandboxError):
                 await self._ask("delete", "-force")
-        self.agent[1].close()
+        if hasattr(self, "agent"):
+            self.agent[1].close()
         for path in Path(self._command[2]).glob(f"{self._id}*"):
             path.unlink(missing_ok=True)
 
@@ -221,6 +228,10 @@ class Container:
         """See Machine.private_bytes."""
         used = self._group.usage()
         return 0 if used is None else used[0]
+
+    def complaint(self) -> str:
+        """See Machine.complaint."""
+        return "runsc did not start" if self._program is None else self._program.complaint()
 
     async def _ask(self, what: str, *options: str) -> None:
         process = await asyncio.create_subprocess_exec(

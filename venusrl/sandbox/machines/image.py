@@ -124,9 +124,10 @@ def _fill(root: Path, kernel: Path, agent: Path, guest: Path) -> None:
     shutil.copy2(agent, root / "opt/agent")
     found = {path.name: path for path in (_modules_of(kernel)).rglob("*.ko")}
     for ports, names in _MODULES.items():
-        for name in names:
-            shutil.copy2(found[f"{name}.ko"], root / "modules" / f"{name}.ko")
-        (root / "modules" / ports).write_text("".join(f"{name}.ko\n" for name in names))
+        there = [f"{name}.ko" for name in names if f"{name}.ko" in found]  # the others are part of the kernel
+        for name in there:
+            shutil.copy2(found[name], root / "modules" / name)
+        (root / "modules" / ports).write_text("".join(f"{name}\n" for name in there))
     (root / "filter").write_bytes(seccomp.program(platform.machine()))
     for name in _PROGRAMS:
         program = shutil.which(name, path="/usr/bin:/bin:/usr/sbin:/sbin")

@@ -14,6 +14,7 @@ import numpy as np
 from venusrl.core.errors import SandboxError
 
 PAGE = mmap.PAGESIZE
+_MOST = (16 << 20) // PAGE  # pages in one call
 _PRESENT, _SWAPPED, _FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
 
 
@@ -31,20 +32,17 @@ def mappings(pid: int, file: Path) -> list[tuple[int, int, int]]:
 
 def save(pid: int, file: Path, target: Path) -> int:
     """Writes the pages that a process has of its own over a file; how many. It must stand still meanwhile."""
-    places, parts = [], []
+    places, pieces = [], []
     with open(f"/proc/{pid}/pagemap", "rb", buffering=0) as pagemap, open(f"/proc/{pid}/mem", "rb", buffering=0) as mem:
-        for start, end, offset in mappings(pid, file):
+        for start, end, offset in _all_of(pid, file):
             count = (end - start) // PAGE
             entries = np.frombuffer(os.pread(pagemap.fileno(), count * 8, start // PAGE * 8), np.uint64)
             own = ((entries & _PRESENT != 0) & (entries & _FILE == 0)) | (entries & _SWAPPED != 0)
             pages = np.flatnonzero(own)
-            for first, length in _runs(pages):
-                parts.append(os.pread(mem.fileno(), length * PAGE, start + first * PAGE))
-                if len(parts[-1]) != length * PAGE:
-                    raise SandboxError(f"the memory of process {pid} could not be read")
+            pieces += [(start + first * PAGE, length * PAGE) for first, length in _runs(pages)]
             places.append(pages + offset // PAGE)
-    where = np.concatenate(places) if places else np.zeros(0, np.int64)
-    _write(target, where, parts)
+        where = np.concatenate(places)
+        _write(target, where, mem.fileno(), pieces)
     return len(where)
 
 
@@ -52,24 +50,30 @@ def load(pid: int, file: Path, source: Path) -> None:
     """Gives a process, which stands still, those pages over the same file. SandboxError where they do not fit."""
     with open(source, "rb") as f, open(f"/proc/{pid}/mem", "r+b", buffering=0) as mem:
         where = _places(f)
-        ours = mappings(pid, file)
+        if len(where) and where[-1] >= file.stat().st_size // PAGE:
+            raise SandboxError(f"{source.name} is of a larger memory than this machine has")
+        ours = _all_of(pid, file)
         for first, length in _runs(where):
             data = f.read(length * PAGE)
             for start, end, offset in ours:
                 low, high = max(first * PAGE, offset), min((first + length) * PAGE, offset + end - start)
                 if low < high:
-                    os.pwrite(mem.fileno(), data[low - first * PAGE : high - first * PAGE], start + low - offset)
-        inside = sum(
-            int(np.count_nonzero((where >= offset // PAGE) & (where < (offset + end - start) // PAGE)))
-            for start, end, offset in ours
-        )
-        if inside != len(where):
-            raise SandboxError(f"{source.name} is of a larger memory than this machine has")
+                    piece = data[low - first * PAGE : high - first * PAGE]
+                    if os.pwrite(mem.fileno(), piece, start + low - offset) != len(piece):
+                        raise SandboxError(f"the memory of process {pid} could not be written")
+
+
+def _all_of(pid: int, file: Path) -> list[tuple[int, int, int]]:
+    """See mappings. SandboxError unless the process maps the file whole."""
+    found = mappings(pid, file)
+    if sum(end - start for start, end, _ in found) != file.stat().st_size:
+        raise SandboxError(f"process {pid} does not map {file} whole, so far as the kernel says")
+    return found
 
 
 def pack(file: Path, target: Path) -> None:
     """Writes the pages of a file that are no holes; the last of it always, so that its size is known."""
-    places, parts = [], []
+    places = []
     with open(file, "rb") as f:
         size = os.fstat(f.fileno()).st_size
         at = 0
@@ -80,22 +84,27 @@ def pack(file: Path, target: Path) -> None:
                 start = size - PAGE
             end = max(os.lseek(f.fileno(), start, os.SEEK_HOLE), start + PAGE)
             at = min(-(-end // PAGE) * PAGE, size)
-            parts.append(os.pread(f.fileno(), at - start, start))
             places.append(np.arange(start // PAGE, at // PAGE))
-    _write(target, np.concatenate(places), parts)
+        where = np.concatenate(places)
+        _write(target, where, f.fileno(), [(first * PAGE, length * PAGE) for first, length in _runs(where)])
 
 
 def unpack(source: Path, file: Path) -> None:
     """Makes the file again."""
     with open(source, "rb") as f, open(file, "wb") as target:
         for first, length in _runs(_places(f)):
-            os.pwrite(target.fileno(), f.read(length * PAGE), first * PAGE)
+            target.seek(first * PAGE)
+            target.write(f.read(length * PAGE))
 
 
-def _write(target: Path, where: np.ndarray, parts: list[bytes]) -> None:
+def _write(target: Path, where: np.ndarray, source: int, pieces: list[tuple[int, int]]) -> None:
     with open(target, "wb") as f:
         f.write(np.array([len(where)], np.int64).tobytes() + where.astype(np.int64).tobytes())
-        f.writelines(parts)
+        for at, size in pieces:
+            data = os.pread(source, size, at)
+            if len(data) != size:
+                raise SandboxError(f"{size} bytes at {at} could not be read")
+            f.write(data)
 
 
 def _places(f: BinaryIO) -> np.ndarray:
@@ -111,10 +120,14 @@ def _places(f: BinaryIO) -> np.ndarray:
 
 
 def _runs(pages: np.ndarray) -> list[tuple[int, int]]:
-    """(first, length) of each run of pages one after the other."""
+    """(first, length) of each run of pages one after the other, none longer than _MOST."""
     if not len(pages):
         return []
     cuts = np.flatnonzero(np.diff(pages) != 1) + 1
-    firsts = pages[np.concatenate([[0], cuts])]
-    lengths = np.diff(np.concatenate([[0], cuts, [len(pages)]]))
-    return list(zip(firsts.tolist(), lengths.tolist(), strict=True))
+    firsts = pages[np.concatenate([[0], cuts])].tolist()
+    lengths = np.diff(np.concatenate([[0], cuts, [len(pages)]])).tolist()
+    return [
+        (first + at, min(length - at, _MOST))
+        for first, length in zip(firsts, lengths, strict=True)
+        for at in range(0, length, _MOST)
+    ]

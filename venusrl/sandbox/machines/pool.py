@@ -1,20 +1,16 @@
 """MachinePool: sandboxes that are machines of their own, virtual ones or gVisor's, with the contract of the others.
 
 Where sandboxes are clones, the first of a template boots a machine, runs the template's set-up in it and one command,
-and keeps it; the others begin with what it was then. The agent in a machine is the one of process sandboxes, so that
-commands and files are the same.
+and keeps it (kept.py); the others begin with what it was then. The agent in a machine is the one of process sandboxes,
+so that commands and files are the same.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import io
-import json
 import os
 import secrets
 import shutil
-import tarfile
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -22,16 +18,13 @@ from pathlib import Path
 from venusrl.core.errors import ConfigError, SandboxError, SandboxLost, SandboxUnsupported
 from venusrl.sandbox.accounting import Usage
 from venusrl.sandbox.client import RANGE, ProcessSandbox
-from venusrl.sandbox.codec import to_json
 from venusrl.sandbox.contract import Template
-from venusrl.sandbox.layers import layer_key
-from venusrl.sandbox.machines import pages
-from venusrl.sandbox.machines.backend import MEMORY, PAGES, STATE, Backend, Machine
+from venusrl.sandbox.machines.backend import Backend, Machine
 from venusrl.sandbox.machines.firecracker import Firecracker
 from venusrl.sandbox.machines.gvisor import Gvisor
+from venusrl.sandbox.machines.kept import Base, Kept, prepare
 from venusrl.sandbox.machines.qemu import Qemu
-from venusrl.sandbox.places import set_up
-from venusrl.sandbox.saving import MOVED, Saving, Standstill
+from venusrl.sandbox.saving import Saving, Standstill
 from venusrl.sandbox.snapshots import Snapshot, machine, new_id
 from venusrl.sandbox.spawner import limits
 from venusrl.sandbox.spawner.sharing import LOOK_S, Sharing
@@ -41,7 +34,6 @@ BACKENDS: dict[str, type] = {"qemu": Qemu, "firecracker": Firecracker, "gvisor":
 _PIDS = 4096  # of the host's, that a machine may have
 _SPARE_S = 0.3  # until the agent has a shell ready, which every clone then begins with
 _LONGEST_S = 1e7
-_IDENTITY = "identity"
 
 
 class MachinePool(Saving):
@@ -50,7 +42,7 @@ class MachinePool(Saving):
     Args:
       backend: "qemu", "firecracker", "gvisor", or one that is made.
       folder: where machines keep their memory; by default in memory, /dev/shm.
-      templates: folder of kept machines that outlive the pool, and that pools may share; by default they end with it,
+      templates: folder in which kept machines outlive the pool, and that pools may share; by default they end with it,
         and then no other pool can restore what is saved of their clones.
       options: see Saving and Places.
     """
@@ -69,25 +61,26 @@ class MachinePool(Saving):
         self.backend: Backend = BACKENDS[backend]() if isinstance(backend, str) else backend
         top = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
         self._runs = Staging(Path(top) / f"venusrl-machines-{os.geteuid()}" if folder is None else folder)
-        self._given_templates = templates
+        self._templates = None if templates is None else Path(templates)
         self._folder: Path | None = None
-        self._templates: Staging
+        self._kept: Kept
         self._cgroups = limits.Cgroups([])
-        self._keys: dict[str, str] = {}  # by what is asked of a machine
-        self._kept: dict[str, asyncio.Task[Path]] = {}  # folders of kept machines, by the key of their template
         self._machines: dict[str, _Place] = {}
         self._tasks: set[asyncio.Task] = set()
 
     async def open(self) -> None:
         """See Places.open."""
         self._folder = await asyncio.to_thread(self._runs.stage)
-        self._templates = Staging(self._given_templates or self._folder / "templates")
-        (self._folder / "backend").mkdir()
         try:
+            (self._folder / "backend").mkdir()
             await self.backend.open(self._folder / "backend")
-        except SandboxUnsupported as error:
+        except BaseException as error:
             await asyncio.to_thread(self._runs.discard, self._folder)
-            raise SandboxUnsupported(f"no sandbox can be made with {self.backend.name} here: {error}") from None
+            self._folder = None
+            if isinstance(error, SandboxUnsupported):
+                raise SandboxUnsupported(f"no sandbox can be made with {self.backend.name} here: {error}") from None
+            raise
+        self._kept = Kept(self.backend, (self._templates or self._folder) / "machines", self._build)
         with open("/proc/self/mountinfo") as mounts, open("/proc/self/cgroup") as own:
             mountinfo = mounts.read()
             limits.reap(mountinfo)
@@ -109,55 +102,90 @@ class MachinePool(Saving):
         sandbox_id = await self._enter(template)
         try:
             if self.backend.clones or template.is_built:
-                kept = await self._template(template)
-                place = await self._made(sandbox_id, template, kept, None)
-                await place.machine.go_on()
-                sandbox = self._begin(sandbox_id, template, place, RANGE)
-                sandbox.wake(is_new=True)
+                base = await self._kept.of(template)
+                place = await self._made(sandbox_id, template, base.folder, base if self.backend.clones else None, True)
+                sandbox = await self._woken(sandbox_id, template, place, RANGE)
             else:
                 place = await self._booted(sandbox_id, template)
-                sandbox = self._begin(sandbox_id, template, place, 0)
+                sandbox = await self._opened(self._begin(sandbox_id, template, place, 0), place)
             await sandbox.open(template.files)
         except BaseException:
             await self._abandon(sandbox_id)
             raise
         return sandbox
 
+    async def _woken(self, sandbox_id: str, template: Template, place: _Place, first_id: int) -> ProcessSandbox:
+        """One with an owner that knows nothing of it."""
+        await place.machine.go_on()
+        sandbox = self._begin(sandbox_id, template, place, first_id)
+        sandbox.wake(is_new=True)
+        return await self._opened(sandbox, place)
+
+    async def _opened(self, sandbox: ProcessSandbox, place: _Place) -> ProcessSandbox:
+        try:
+            await sandbox.open({})
+        except SandboxLost as error:
+            if place.complaint:
+                raise SandboxError(f"{self.backend.name} ended at once: {place.complaint}") from error
+            raise
+        return sandbox
+
     def _begin(
         self, sandbox_id: str, template: Template, place: _Place, first_id: int, ttl_s: float | None = None
     ) -> ProcessSandbox:
+        if self._machines.get(sandbox_id) is not place:
+            raise SandboxError("the pool is closed")
         sandbox = ProcessSandbox(sandbox_id, template, place.machine.agent, self, first_id, paused=first_id > 0)
         self._alive[sandbox_id] = sandbox
         self._spawn(self._watch(sandbox_id, place))
         loop, ttl_s = asyncio.get_running_loop(), template.ttl_s if ttl_s is None else ttl_s
         self._ends[sandbox_id] = loop.time() + ttl_s
-        loop.call_later(min(ttl_s, _LONGEST_S), self._expire, sandbox)
+        place.expiry = loop.call_later(min(ttl_s, _LONGEST_S), self._expire, sandbox)
         return sandbox
 
     # Machines
 
-    async def _booted(self, sandbox_id: str, template: Template) -> _Place:
-        return await self._placed(
-            sandbox_id, template, lambda folder, group: self.backend.boot(folder, group, template)
-        )
+    async def boot(self, template: Template) -> tuple[Machine, Callable[[], Awaitable[None]]]:
+        """A machine that is no clone, and what ends it."""
+        name = f"booted-{secrets.token_hex(4)}"
+        try:
+            place = await self._booted(name, template)
+        except BaseException:
+            await self._clear(name)
+            raise
+        return place.machine, lambda: self._clear(name)
 
-    async def _made(self, sandbox_id: str, template: Template, saved: Path, base: Path | None) -> _Place:
-        return await self._placed(
-            sandbox_id, template, lambda folder, group: self.backend.restore(folder, group, template, saved, base)
+    async def _booted(self, name: str, template: Template) -> _Place:
+        return await self._placed(name, template, lambda folder, group: self.backend.boot(folder, group, template))
+
+    async def _made(
+        self, name: str, template: Template, saved: Path, base: Base | None, is_clone: bool = False
+    ) -> _Place:
+        """Of what was saved beside a base, or of the base itself."""
+        beside = None if base is None or is_clone else base.folder
+        place = await self._placed(
+            name, template, lambda folder, group: self.backend.restore(folder, group, template, saved, beside)
         )
+        place.base = base
+        return place
 
     async def _placed(
         self, name: str, template: Template, make: Callable[[Path, limits.Group], Awaitable[Machine]]
     ) -> _Place:
         """A machine with a folder and a group of its own."""
-        folder = self._folder / name
-        folder.mkdir(mode=0o700)
+        if self._closed:
+            raise SandboxError("the pool is closed")
+        place = self._machines[name] = _Place(self._folder / name)
+        place.folder.mkdir(mode=0o700)
         try:
-            group = self._cgroups.make(name, self.backend.ceiling(template), _PIDS)
+            place.group = self._cgroups.make(name, self.backend.ceiling(template), _PIDS)
         except OSError as error:
             raise SandboxUnsupported(f"no group of processes for a machine: {error}") from None
-        place = self._machines[name] = _Place(folder, group)
-        place.machine = await make(folder, group)
+        made = await make(place.folder, place.group)
+        if self._machines.get(name) is not place:
+            await made.kill()
+            raise SandboxError("the pool is closed")
+        place.machine = made
         return place
 
     async def _clear(self, sandbox_id: str) -> None:
@@ -166,79 +194,45 @@ class MachinePool(Saving):
         if place is None:
             return
         async with place.ending:
-            if sandbox_id not in self._machines:
+            if self._machines.get(sandbox_id) is not place:
                 return
+            if place.expiry is not None:
+                place.expiry.cancel()
             if place.machine is not None:
                 await place.machine.kill()
-            else:
-                place.group.kill()
+            place.group.kill()
             while not place.group.remove():
                 place.group.kill()
                 await asyncio.sleep(0.002)
             await asyncio.to_thread(shutil.rmtree, place.folder, True)
             del self._machines[sandbox_id]
 
-    # Templates
-
-    def _template_key(self, template: Template) -> str:
-        """Names what the template's machine is made of; its lower directories as they were when it was first asked."""
-        fields = {name: value for name, value in to_json(template).items() if name not in ("name", "files", "ttl_s")}
-        record = json.dumps(fields, sort_keys=True)
-        if record not in self._keys:
-            parts = json.dumps([self.backend.name, self.backend.key, record, layer_key(template)])
-            self._keys[record] = hashlib.sha256(parts.encode()).hexdigest()
-        return self._keys[record]
-
-    async def _template(self, template: Template) -> Path:
-        """The folder of the template's kept machine."""
-        key = await asyncio.to_thread(self._template_key, template)
-        if key in self._kept and self._kept[key].done() and self._kept[key].exception() is not None:
-            del self._kept[key]
-        if key not in self._kept:
-            self._kept[key] = asyncio.create_task(self._find(template, key))
-        return await asyncio.shield(self._kept[key])
-
-    async def _find(self, template: Template, key: str) -> Path:
-        """What is kept is whole once it has its name."""
-        folder = self._templates.folder / key
-        if not folder.is_dir():
-            staged = await asyncio.to_thread(self._templates.stage)
-            try:
-                await self._build(template, staged)
-                (staged / _IDENTITY).write_text(secrets.token_hex(32))
-                self._templates.publish(staged, key)
-            except OSError:
-                if not folder.is_dir():  # else another pool was faster
-                    raise
-            finally:
-                await asyncio.to_thread(self._templates.discard, staged)
-        return folder
-
-    async def boot(self, template: Template) -> tuple[Machine, Callable[[], Awaitable[None]]]:
-        """A machine that is no clone, and what ends it."""
-        name = f"booted-{secrets.token_hex(4)}"
-        place = await self._booted(name, template)
-        return place.machine, lambda: self._clear(name)
-
     async def _build(self, template: Template, target: Path) -> None:
+        """Boots a machine, sets it up, and keeps it in a folder."""
         name = f"template-{secrets.token_hex(4)}"
         try:
-            place = await self._placed(name, template, lambda folder, group: self.backend.boot(folder, group, template))
+            place = await self._booted(name, template)
             sandbox = ProcessSandbox(name, template, place.machine.agent, self)
+            watching = asyncio.create_task(self._mourn(sandbox, place))
             try:
-                await sandbox.open({})
-                if template.lowers:
-                    await sandbox.write("/tmp/lowers.tar", await asyncio.to_thread(_pack, template.lowers))
-                    await set_up(sandbox, template, ("tar -xf /tmp/lowers.tar && rm /tmp/lowers.tar",))
-                await set_up(sandbox, template, template.setup)
+                await prepare(sandbox)
                 await sandbox.exec("true", timeout_s=60.0)  # what a first command touches is there for all
                 await asyncio.sleep(_SPARE_S)
                 await sandbox.park(stays=True)
                 await place.machine.keep(target)
+            except SandboxLost as error:
+                why = f"{error.reason} {place.complaint}".strip()
+                raise SandboxError(f"template {template.name!r}: its machine ended in the set-up: {why}") from error
             finally:
+                watching.cancel()
                 sandbox.mark_lost("closed")
         finally:
             await self._clear(name)
+
+    async def _mourn(self, sandbox: ProcessSandbox, place: _Place) -> None:
+        await place.machine.ended()
+        place.complaint = place.machine.complaint()
+        sandbox.mark_lost("oom" if place.group.oom_kills() else "killed")
 
     # Saving and restoring
 
@@ -250,39 +244,20 @@ class MachinePool(Saving):
         return _Standstill(self, sandbox, folder)
 
     def _template_of(self, sandbox: ProcessSandbox) -> tuple[str, str] | None:
-        if not self.backend.clones:
-            return None  # what is saved is whole
-        key = self._template_key(sandbox.template)
-        return key, (self._templates.folder / key / _IDENTITY).read_text()
+        place = self._machines.get(sandbox.id)
+        return None if place is None or place.base is None else (place.base.key, place.base.identity)
 
     def _pack_template(self, key: str, folder: Path) -> None:
-        kept = self._templates.folder / key
-        for name in (STATE, _IDENTITY):
-            shutil.copyfile(kept / name, folder / name)
-        pages.pack(kept / MEMORY, folder / PAGES)
+        self._kept.pack(key, folder)
 
     def template_digest(self, key: str) -> str | None:
         """See Saving.template_digest: machines of the same recipe differ, and are known by a name of their own."""
-        try:
-            return (self._templates.folder / key / _IDENTITY).read_text()
-        except FileNotFoundError:
-            return None
+        known = self._kept.known(key)
+        return None if known is None else known.identity
 
     def take_template(self, key: str, digest: str, folder: Path) -> None:
         """See Saving.take_template."""
-        if (folder / _IDENTITY).read_text() != digest:
-            raise SandboxError(f"template {key[:12]} has not come as it was sent; it is not kept")
-        staged = self._templates.stage()
-        try:
-            for name in (STATE, _IDENTITY):
-                shutil.copyfile(folder / name, staged / name)
-            pages.unpack(folder / PAGES, staged / MEMORY)
-            self._templates.publish(staged, key)
-        except OSError:
-            if self.template_digest(key) != digest:  # else it has come twice
-                raise
-        finally:
-            self._templates.discard(staged)
+        self._kept.take(key, digest, folder)
 
     def describe(self, sandbox: ProcessSandbox) -> Snapshot:
         """What is saved of a sandbox."""
@@ -290,43 +265,31 @@ class MachinePool(Saving):
         names = (new_id(), template, self.backend.key, machine())
         return Snapshot(*names, 0, "", sandbox.ranges, template.memory_bytes, *base, kind=self.backend.name)
 
-    def _base(self, snapshot: Snapshot) -> Path | None:
-        """The folder of its template. SandboxError where it is not here."""
+    def _base(self, snapshot: Snapshot) -> Base | None:
+        """What it was cloned from. SandboxError where that is not here."""
         snapshot.check(self.backend.name, self.backend.key)
         if not snapshot.layer:
             return None
-        folder = self._templates.folder / snapshot.layer
-        try:
-            identity = (folder / _IDENTITY).read_text()
-        except FileNotFoundError:
+        base, of = self._kept.known(snapshot.layer), f"the machine that {snapshot.template.name!r} is cloned from"
+        if base is None:
             raise SandboxError(
-                f"snapshot {snapshot.id}: the machine that {snapshot.template.name!r} is cloned from is not here; "
-                "keep machines in a folder (MachinePool(templates=...)), and bring it from where the snapshot was made"
-            ) from None
-        if identity != snapshot.layer_digest:
-            raise SandboxError(
-                f"snapshot {snapshot.id}: the machine that {snapshot.template.name!r} is cloned from is another here; "
-                f"bring {snapshot.layer[:12]} from where it was made"
+                f"snapshot {snapshot.id}: {of} is not here; keep machines in a folder (MachinePool(templates=...)), "
+                "and bring it from where the snapshot was made"
             )
-        return folder
+        if base.identity != snapshot.layer_digest:
+            raise SandboxError(f"snapshot {snapshot.id}: {of} is another here; bring the one of where it was made")
+        return base
 
     async def _restore(self, snapshot: Snapshot) -> ProcessSandbox:
         base = await asyncio.to_thread(self._base, snapshot)
-        folder = await asyncio.to_thread(self._snapshots.check_out, snapshot)
-        try:
+        async with self._snapshots.folder_of(lambda: self._snapshots.check_out(snapshot)) as folder:
             sandbox_id = await self._enter(snapshot.template)
             try:
                 place = await self._made(sandbox_id, snapshot.template, folder, base)
-                await place.machine.go_on()
-                sandbox = self._begin(sandbox_id, snapshot.template, place, snapshot.ranges * RANGE)
-                sandbox.wake(is_new=True)
-                await sandbox.open({})
+                return await self._woken(sandbox_id, snapshot.template, place, snapshot.ranges * RANGE)
             except BaseException:
                 await self._abandon(sandbox_id)
                 raise
-            return sandbox
-        finally:
-            await asyncio.to_thread(self._snapshots.discard, folder)
 
     async def arrive(self, sandbox_id: str, snapshot: Snapshot, folder: Path, ttl_s: float) -> None:
         """See Saving.arrive."""
@@ -363,35 +326,26 @@ class MachinePool(Saving):
 
     async def usage(self) -> dict[str, Usage]:
         """Memory of every sandbox, by id: what is its machine's alone, what runs it among it."""
-        found = {}
-        for name, place in self._machines.items():
-            if self._alive.get(name) is not None and place.machine is not None:
-                found[name] = Usage(place.machine.private_bytes(), 0, 0)
-                self._remember(name, found[name].private)
+        places = [(name, place.machine) for name, place in self._machines.items() if self._alive.get(name) is not None]
+        sizes = await asyncio.to_thread(lambda: [machine.private_bytes() for _, machine in places])
+        found = {name: Usage(size, 0, 0) for (name, _), size in zip(places, sizes, strict=True) if name in self._alive}
+        for name, used in found.items():
+            self._remember(name, used.private)
         return found
 
-    async def end(self, sandbox_id: str, reason: str) -> None:
-        """See Places.end."""
+    async def _finish(self, sandbox_id: str, reason: str) -> None:
         place = self._machines.get(sandbox_id)
         if place is not None:
             place.reason = place.reason or reason
-            await self._finish(sandbox_id)
-        moving = self._moving.get(sandbox_id)
-        if moving is not None:
-            await asyncio.wait({moving})
-
-    async def _finish(self, sandbox_id: str) -> None:
-        place = self._machines.get(sandbox_id)
-        if place is not None:
-            place.reason = place.reason or MOVED
             await self._clear(sandbox_id)
-            self._leave(sandbox_id, place.reason)
+            if sandbox_id not in self._machines:  # and it has not come back
+                self._leave(sandbox_id, place.reason)
 
     async def _watch(self, sandbox_id: str, place: _Place) -> None:
         await place.machine.ended()
-        if not place.reason:
-            place.reason = "oom" if place.group.oom_kills() else "killed"
-        await self._finish(sandbox_id)
+        place.complaint = place.machine.complaint()
+        if self._machines.get(sandbox_id) is place:
+            await self._finish(sandbox_id, "oom" if place.group.oom_kills() else "killed")
 
     async def _abandon(self, sandbox_id: str) -> None:
         """After a failed or cancelled create."""
@@ -421,9 +375,7 @@ class MachinePool(Saving):
             return
         self._closed = True
         self._gate.refuse_all(SandboxError("the pool is closed"))
-        for kept in self._kept.values():
-            kept.cancel()
-        await asyncio.gather(*self._kept.values(), return_exceptions=True)
+        await self._kept.close()
         for sandbox_id, sandbox in list(self._alive.items()):
             if sandbox is not None:
                 sandbox.mark_lost("closed")
@@ -439,11 +391,14 @@ class MachinePool(Saving):
 class _Place:
     """A machine, and what it has of the host."""
 
-    def __init__(self, folder: Path, group: limits.Group):
+    def __init__(self, folder: Path):
         self.folder = folder
-        self.group = group
+        self.group = limits.Group([], [], None)
         self.machine: Machine | None = None  # while it is being made
+        self.base: Base | None = None  # that it was cloned from
         self.reason = ""  # why it is being ended
+        self.complaint = ""  # what it said when it ended
+        self.expiry: asyncio.TimerHandle | None = None
         self.ttl_s: float | None = None
         self.ending = asyncio.Lock()
 
@@ -474,14 +429,3 @@ class _Standstill(Standstill):
             await self._pool._clear(self.sandbox.id)
             raise SandboxLost(self.sandbox.id, self.sandbox.lost or "node-lost") from error
         self.sandbox.unpark(self._machine.agent, stayed=True)
-
-
-def _pack(lowers: tuple[str, ...]) -> bytes:
-    """The directories, later ones over earlier, as one archive."""
-    archive = io.BytesIO()
-    with tarfile.open(fileobj=archive, mode="w") as tar:
-        for lower in lowers:
-            if not os.path.isdir(lower):
-                raise SandboxError(f"Template.lowers: {lower!r} is no directory; fix the path")
-            tar.add(lower, arcname=".")
-    return archive.getvalue()

@@ -107,7 +107,11 @@ class Qemu:
         """See Backend.boot."""
         memory = folder / MEMORY
         machine = await self._start(folder, group, template, memory, "on")
-        await introduce(machine.control, template)
+        try:
+            await introduce(machine.control, template)
+        except BaseException:
+            await machine.kill()
+            raise
         return machine
 
     async def restore(
@@ -176,7 +180,7 @@ class QemuMachine:
         await self.ask("migrate-incoming", uri=f"exec:cat {shlex.quote(str(state))}")
         while (status := (await self.ask("query-migrate")).get("status")) != "completed":
             if status == "failed":
-                raise SandboxError(f"QEMU could not restore the machine: {self._complaint()}")
+                raise SandboxError(f"QEMU could not restore the machine: {self.complaint()}")
             await asyncio.sleep(_POLL_S)
 
     async def save(self, folder: Path) -> None:
@@ -218,7 +222,7 @@ class QemuMachine:
                 streams = await asyncio.open_unix_connection(str(self._folder / name))
             except (FileNotFoundError, ConnectionRefusedError):
                 if self.program.has_ended or time.monotonic() > give_up:
-                    raise SandboxError(f"QEMU did not start: {self._complaint()}") from None
+                    raise SandboxError(f"QEMU did not start: {self.complaint()}") from None
                 await asyncio.sleep(_POLL_S)
             else:
                 self._streams.append(streams)
@@ -234,9 +238,10 @@ class QemuMachine:
                 raise SandboxError(f"QEMU refuses {command}: {answer['error'].get('desc')}")
             if "return" in answer:
                 return answer["return"]
-        raise SandboxError(f"QEMU ended: {self._complaint()}")
+        raise SandboxError(f"QEMU ended: {self.complaint()}")
 
-    def _complaint(self) -> str:
+    def complaint(self) -> str:
+        """See Machine.complaint."""
         with suppress(OSError):
             said = (self._folder / "console").read_text(errors="replace").strip()
             if said:

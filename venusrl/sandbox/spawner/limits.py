@@ -179,7 +179,7 @@ class Group:
 
     def processes(self) -> list[int]:
         """Pids of those that are in it."""
-        return _members(self._directories[0]) if self._directories else []
+        return [pid for directory in self._directories[:1] for pid in _members(directory)]
 
     def kill(self) -> int:
         """Sends SIGKILL to every process that is in it; how many there were."""

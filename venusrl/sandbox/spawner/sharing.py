@@ -44,7 +44,7 @@ class Sharing:
         now = time.monotonic()
         if not self._confined or now < self._next:
             return
-        before, self._idle = self._idle, (now, _idle_s())
+        before, self._idle = self._idle, (now, _idle_s(self._all))
         passed = now - before[0]
         busy = len(self._all) - (self._idle[1] - before[1]) / passed
         if busy < LIGHT and not self.heavy:
@@ -73,11 +73,12 @@ class Sharing:
         self.heavy = {name: until for name, until in self.heavy.items() if name in self._used}
 
 
-def _idle_s() -> float:
+def _idle_s(cpus: set[int]) -> float:
     """Seconds that processors have been idle, all together."""
+    names = {b"cpu%d" % cpu for cpu in cpus}
     with open("/proc/stat", "rb") as f:
-        fields = f.readline().split()
-    return (int(fields[4]) + int(fields[5])) / _TICKS
+        lines = [line.split() for line in f if line.startswith(b"cpu")]
+    return sum(int(fields[4]) + int(fields[5]) for fields in lines if fields[0] in names) / _TICKS
 
 
 def _used_s(pid: int) -> float:
@@ -86,7 +87,7 @@ def _used_s(pid: int) -> float:
     try:
         with open(f"/proc/{pid}/stat", "rb") as f:
             fields = f.read().rpartition(b")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
+    except OSError:
         return 0.0
     return sum(map(int, fields[11:15])) / _TICKS
 
@@ -97,5 +98,5 @@ def _allow(pids: list[int], cpus: set[int]) -> None:
             for thread in os.listdir(f"/proc/{pid}/task"):
                 if os.sched_getaffinity(int(thread)) != cpus:
                     os.sched_setaffinity(int(thread), cpus)
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
+        except OSError:  # it has ended, or this process may not use those processors any more
             continue

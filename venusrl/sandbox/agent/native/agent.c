@@ -129,8 +129,9 @@ static void stand_apart(void) {
     here.apart = true;
 }
 
-/* Arguments: descriptors of the owner's socket, or of one that listens for owners, of the pipe that ends with the spawner, and of the cgroup's kills (or
-   -1); the most processes of a command; the most bytes kept of an output. Its variables are those of every command. */
+/* Arguments: descriptors of the owner's socket, or of one that listens for owners, of the pipe that ends with the
+   spawner, and of the cgroup's kills (or -1); the most processes of a command; the most bytes kept of an output. Its
+   variables are those of every command. */
 int main(int count, char **arguments) {
     if (count != 6) return 2;
     stand_apart();
