@@ -66,6 +66,8 @@ async def test_every_call_after_kill_raises_with_the_reason(sandbox):
 
 async def test_pause_stops_everything_and_the_deadline(sandbox):
     await sandbox.exec("(while sleep 0.01; do echo >> ticks; done) &")
+    while (await sandbox.exec("test -e ticks")).exit_code != 0:  # a slow machine begins later
+        await asyncio.sleep(0.05)
     call = asyncio.create_task(sandbox.exec("sleep 0.5; echo woke", timeout_s=1.5))
     await asyncio.sleep(0.2)
     await sandbox.pause()

@@ -17,10 +17,8 @@ from venusrl.sandbox.process import WINDOW_BYTES, RemoteProcess, check_size
 from venusrl.sandbox.requests import add_changes, command, exec_result, unfollowed
 from venusrl.sandbox.wire import WireError, pack, read_frame, unpack
 
-# An agent that has not answered this long after the deadline is broken, and its sandbox is killed.
-_GRACE_S = 30.0
-# How long the reason of a sandbox's end may come after its socket closed.
-_REASON_WAIT_S = 5.0
+_GRACE_S = 30.0  # after a deadline; an agent that has not answered by then is broken, and its sandbox is killed
+_REASON_WAIT_S = 5.0  # that the reason of a sandbox's end may come after its socket closed
 RANGE = 1 << 32  # ids of one client
 _UNANSWERED = ("cancel", "window")
 _OWNER_REASONS = ("killed", "closed", "ttl", "oom", "node-lost", "lease")
@@ -356,6 +354,12 @@ class ProcessSandbox:
         if asyncio.current_task() is not self._receiver:
             self._receiver.cancel()
 
+    async def mourn(self) -> None:
+        """Its agent is gone. The spawner knows why, and says so next, unless it died itself."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._lost_event.wait(), _REASON_WAIT_S)
+        self.mark_lost("node-lost")
+
     def pass_on(self, header: dict, body: bytes = b"") -> None:
         """A request of a client of another range, as it is; what comes of it goes to `foreign`."""
         self._check_alive()
@@ -482,10 +486,7 @@ class ProcessSandbox:
                     future.set_result((answer, body))
         if self._parked is not None:
             return
-        # The agent is gone. The spawner knows why and says so next, unless it died itself.
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._lost_event.wait(), _REASON_WAIT_S)
-        self.mark_lost("node-lost")
+        await self.mourn()
 
     def _told(self, message: dict, body: bytes) -> None:
         """Of a process, or of a watched path."""

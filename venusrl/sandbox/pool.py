@@ -147,7 +147,7 @@ class _Standstill(Standstill):
             try:
                 agent = await self._pool._link.meet(self.sandbox.id, berth)
             except SandboxError as error:
-                self.sandbox.mark_lost("node-lost")
+                await self.sandbox.mourn()
                 # Not the pool's `end`: that waits for the move.
                 await Making.end(self._pool, self.sandbox.id, "node-lost")
                 raise SandboxLost(self.sandbox.id, self.sandbox.lost or "node-lost") from error
