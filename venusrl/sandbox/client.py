@@ -25,11 +25,10 @@ _OWNER_REASONS = ("killed", "closed", "ttl", "oom", "node-lost", "lease")
 
 
 class ProcessSandbox:
-    """A sandbox of the process backend; made by SandboxPool.create.
+    """A sandbox, of whatever backend; made by the pool's `create`.
 
     Args:
-      sandbox_id: unique on this host.
-      template: as given to create.
+      sandbox_id, template: unique on this host; as given to create.
       streams: reader and writer of the agent's socket.
       keeper: who made it, and can do what its agent cannot.
       paused: it stands still when it begins.

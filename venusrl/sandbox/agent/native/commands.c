@@ -193,9 +193,10 @@ void stop(struct job *job, const char *why) {
         if (here.paused_at < 0) signal_all(SIGCONT);
     }
     double give_up = now() + KILL_WAIT;
-    while (reap() && (!others.size || any_exists(killed, count))) {
+    for (int waits = 1; reap() && (!others.size || any_exists(killed, count)); waits++) {
         if (now() > give_up) _exit(1); /* something cannot be killed: the sandbox is no longer of use */
         usleep(1000);
+        if (!others.size && waits % 20 == 0) signal_all(SIGKILL); /* gVisor misses what is just being forked */
     }
     free(killed);
     drop(&others);
