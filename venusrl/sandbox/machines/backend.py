@@ -18,7 +18,8 @@ from venusrl.sandbox.spawner.limits import Group
 MEMORY, STATE, PAGES = "memory", "state", "pages"  # files of a machine that is kept, or saved
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 # Waits until it is in its group before it becomes the program.
-_GATE = 'gate=$1; shift; read -r go <&"$gate" || exit 1; exec {gate}<&-; exec "$@"'
+_GATE = ("sh", "-c", 'read -r go || exit 1; exec "$@" </dev/null', "gate")
+_GATE_BESIDE = ("bash", "-c", 'gate=$1; shift; read -r go <&"$gate" || exit 1; exec {gate}<&-; exec "$@"', "gate")
 _END_S = 10.0
 
 
@@ -125,12 +126,13 @@ class Program:
         try:
             with open(complaints, "wb") as said:
                 process = await asyncio.create_subprocess_exec(
-                    *("bash", "-c", _GATE, "gate", str(gate), *command),
-                    stdin=asyncio.subprocess.DEVNULL if stdin is None else stdin,
+                    *(_GATE if stdin is None else (*_GATE_BESIDE, str(gate))),
+                    *command,
+                    stdin=gate if stdin is None else stdin,
                     stdout=said if stdout is None else stdout,
                     stderr=said,
                     start_new_session=True,
-                    pass_fds=[gate],
+                    pass_fds=[] if stdin is None else [gate],
                     cwd=folder,
                 )
             try:

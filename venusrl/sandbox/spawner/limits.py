@@ -256,13 +256,14 @@ class Cgroups:
         return all([_remove(hierarchy.directory) for hierarchy in self.hierarchies])
 
 
-def detect(mountinfo: str, own: str, more: str = "") -> Cgroups:
+def detect(mountinfo: str, own: str, more: str = "", controllers: tuple[str, ...] = CONTROLLERS) -> Cgroups:
     """Makes this spawner's directories where it may.
 
     Args:
       mountinfo: text of /proc/self/mountinfo.
       own: text of /proc/self/cgroup.
       more: tells several of one process apart.
+      controllers: that are wanted.
     """
     mine = f"{_PREFIX}{_pid_namespace()}-{os.getpid()}-{start_time(os.getpid())}-{more}"
     paths = {}
@@ -272,7 +273,7 @@ def detect(mountinfo: str, own: str, more: str = "") -> Cgroups:
     hierarchies: dict[str, Hierarchy] = {}
     for root, point, kind, options in _cgroup_mounts(mountinfo):
         version = 1 if kind == "cgroup" else 2
-        served = tuple(name for name in CONTROLLERS if name not in hierarchies)
+        served = tuple(name for name in controllers if name not in hierarchies)
         if version == 1:
             served = tuple(name for name in served if name in options)
             path = paths.get(served[0], "/") if served else "/"
