@@ -17,9 +17,6 @@ from venusrl.sandbox.spawner.limits import Group
 
 MEMORY, STATE, PAGES = "memory", "state", "pages"  # files of a machine that is kept, or saved
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-# Waits until it is in its group before it becomes the program.
-_GATE = ("sh", "-c", 'read -r go || exit 1; exec "$@" </dev/null', "gate")
-_GATE_BESIDE = ("bash", "-c", 'gate=$1; shift; read -r go <&"$gate" || exit 1; exec {gate}<&-; exec "$@"', "gate")
 _END_S = 10.0
 
 
@@ -100,52 +97,51 @@ class Backend(Protocol):
 
 
 class Program:
-    """A program in a group of its own, in a session of its own. Make it with `await Program.start(...)`."""
+    """A program in a group of its own, in a session of its own.
 
-    def __init__(self, process: asyncio.subprocess.Process, group: Group, complaints: Path):
-        self._process = process
-        self._group = group
-        self._complaints = complaints
+    It is born in its group, where that is possible: to move another process there takes the kernel up to 20 ms.
 
-    @classmethod
-    async def start(
-        cls,
+    Args:
+      command: what is run.
+      group: that it is to be in.
+      complaints: file that its error output goes to.
+      stdin, stdout: descriptors; by default it has no input, and what it says goes to the complaints.
+      folder: that it is to be in.
+    """
+
+    def __init__(
+        self,
         command: Sequence[str],
         group: Group,
         complaints: Path,
-        stdin: int | None = None,
+        stdin: int = subprocess.DEVNULL,
         stdout: int | None = None,
         folder: Path | None = None,
-    ) -> Program:
-        """Args:
-        complaints: file that its error output goes to.
-        stdin, stdout: descriptors; by default it has no input, and what it says goes to the complaints.
-        folder: that it is to be in.
-        """
-        gate, go = os.pipe()
-        try:
-            with open(complaints, "wb") as said:
-                process = await asyncio.create_subprocess_exec(
-                    *(_GATE if stdin is None else (*_GATE_BESIDE, str(gate))),
-                    *command,
-                    stdin=gate if stdin is None else stdin,
-                    stdout=said if stdout is None else stdout,
-                    stderr=said,
-                    start_new_session=True,
-                    pass_fds=[] if stdin is None else [gate],
-                    cwd=folder,
-                )
+    ):
+        self._group = group
+        self._complaints = complaints
+        self._ended = asyncio.Event()
+        with open(complaints, "wb") as said:
+            options = {"stdin": stdin, "stdout": said if stdout is None else stdout, "stderr": said, "cwd": folder}
             try:
-                group.join(process.pid)
-                os.write(go, b"go\n")
-            except BaseException:
-                process.kill()
-                await process.wait()
-                raise
-        finally:
-            os.close(gate)
-            os.close(go)
-        return cls(process, group, complaints)
+                group.enter()
+                self._process = subprocess.Popen(command, start_new_session=True, **options)
+            finally:
+                group.leave()
+        try:
+            group.join(self.pid)
+            self._pidfd = os.pidfd_open(self.pid)
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            raise
+        asyncio.get_running_loop().add_reader(self._pidfd, self._collect)
+
+    def _collect(self) -> None:
+        if self._process.poll() is not None:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._ended.set()
 
     @property
     def pid(self) -> int:
@@ -153,11 +149,12 @@ class Program:
 
     @property
     def has_ended(self) -> bool:
-        return self._process.returncode is not None
+        return self._ended.is_set()
 
     async def wait(self) -> int:
         """Its exit status."""
-        return await self._process.wait()
+        await self._ended.wait()
+        return self._process.returncode
 
     async def kill(self) -> None:
         """Ends it and all that it has started, as far as a group has it. Idempotent."""
@@ -167,7 +164,7 @@ class Program:
         give_up = asyncio.get_running_loop().time() + _END_S
         while self._group.kill() and asyncio.get_running_loop().time() < give_up:
             await asyncio.sleep(0.002)
-        await self._process.wait()
+        await self._ended.wait()
 
     def private_bytes(self) -> int:
         """Memory that is this process's alone."""

@@ -134,7 +134,7 @@ class Firecracker:
 
     async def _start(self, folder: Path, group: Group) -> FirecrackerMachine:
         command = [self._program, "--api-sock", _API, "--id", folder.name.strip(".")]
-        program = await Program.start(command, group, folder / "complaints", folder=folder)
+        program = Program(command, group, folder / "complaints", folder=folder)
         machine = FirecrackerMachine(program, folder)
         try:
             await machine.until(lambda: (folder / _API).exists())

@@ -184,7 +184,7 @@ class Container:
         command = [*self._command, what, "-bundle", str(self._folder), *options, self._id]
         with theirs:
             complaints = self._folder / "complaints"
-            self._program = await Program.start(command, self._group, complaints, theirs.fileno(), self._life)
+            self._program = Program(command, self._group, complaints, theirs.fileno(), self._life)
         ours.setblocking(False)
         self.agent = await asyncio.open_connection(sock=ours)
 

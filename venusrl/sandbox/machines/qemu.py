@@ -145,7 +145,7 @@ class Qemu:
             command += ["-chardev", f"socket,id={name},path={folder / name},server=on,wait=off"]
             command += ["-device", f"virtserialport,chardev={name},name={name}"]
         command += ["-qmp", f"unix:{folder / 'qmp'},server=on,wait=off", *more]
-        program = await Program.start(command, group, folder / "complaints")
+        program = Program(command, group, folder / "complaints")
         machine = QemuMachine(program, folder, memory)
         try:
             await machine.connect()
