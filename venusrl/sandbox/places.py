@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Self
@@ -28,7 +29,7 @@ class PoolStats:
     spawners: int = 0
 
 
-class Places:
+class Places(ABC):
     """At most `max_sandboxes` at once; belongs to one event loop; use `async with`.
 
     Args:
@@ -58,17 +59,17 @@ class Places:
     async def __aexit__(self, *exc_info) -> None:
         await self.close()
 
+    @abstractmethod
     async def open(self) -> None:
         """Finds out what the host has. SandboxUnsupported where it cannot make sandboxes."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def close(self) -> None:
         """Ends every sandbox with reason "closed". Idempotent."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def end(self, sandbox_id: str, reason: str) -> None:
         """Kills one for a reason; when it returns, its processes are gone."""
-        raise NotImplementedError
 
     @property
     def alive(self) -> int:

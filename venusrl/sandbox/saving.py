@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -21,7 +21,7 @@ MOVED = "moved"
 _LEAST_TTL_S = 0.1
 
 
-class Standstill:
+class Standstill(ABC):
     """Within it a sandbox stands still and is saved in a folder; after it, it goes on, unless it `is_gone`.
 
     Attributes:

@@ -27,8 +27,8 @@ from venusrl.core.errors import SandboxError, SandboxUnsupported
 from venusrl.sandbox.contract import MIB, Template
 from venusrl.sandbox.machines import pages
 from venusrl.sandbox.machines.backend import MEMORY, PAGES, STATE, Program, Streams, move
+from venusrl.sandbox.machines.guest import CGROUPS, find_accelerator, introduce, memory_mib, refresh
 from venusrl.sandbox.machines.image import Image, find_image, find_vmlinux
-from venusrl.sandbox.machines.qemu import GUEST_MIB, find_accelerator, introduce, refresh
 from venusrl.sandbox.programs import default_folder
 from venusrl.sandbox.spawner.limits import Group
 
@@ -89,19 +89,17 @@ class Firecracker:
 
     @property
     def host(self) -> dict:
-        cgroups = {"memory": "guest", "pids": "guest", "cpu": None}
-        return {"mode": "machine", "accelerator": "kvm", "image": self._image.key, "cgroups": cgroups}
+        return {"mode": "machine", "accelerator": "kvm", "image": self._image.key, "cgroups": CGROUPS}
 
     def ceiling(self, template: Template) -> int:
         """See Backend.ceiling."""
-        return (2 * (template.memory_bytes // MIB + GUEST_MIB) + HOST_MIB) * MIB
+        return (2 * memory_mib(template) + HOST_MIB) * MIB
 
     async def boot(self, folder: Path, group: Group, template: Template) -> FirecrackerMachine:
         """See Backend.boot."""
         machine = await self._start(folder, group)
         try:
-            mib = template.memory_bytes // MIB + GUEST_MIB
-            await machine.ask("PUT", "/machine-config", vcpu_count=1, mem_size_mib=mib)
+            await machine.ask("PUT", "/machine-config", vcpu_count=1, mem_size_mib=memory_mib(template))
             kernel = {"kernel_image_path": str(self._kernel), "initrd_path": str(self._image.initramfs)}
             await machine.ask("PUT", "/boot-source", **kernel, boot_args=_ARGUMENTS)
             await machine.ask("PUT", "/vsock", guest_cid=3, uds_path=_VSOCK)

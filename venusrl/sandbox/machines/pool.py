@@ -103,7 +103,8 @@ class MachinePool(Saving):
         try:
             if self.backend.clones or template.is_built:
                 base = await self._kept.of(template)
-                place = await self._made(sandbox_id, template, base.folder, base if self.backend.clones else None, True)
+                place = await self._made(sandbox_id, template, base.folder, None)
+                place.base = base if self.backend.clones else None
                 sandbox = await self._woken(sandbox_id, template, place, RANGE, waits=not self.backend.clones)
             else:
                 place = await self._booted(sandbox_id, template)
@@ -168,11 +169,9 @@ class MachinePool(Saving):
     async def _booted(self, name: str, template: Template) -> _Place:
         return await self._placed(name, template, lambda folder, group: self.backend.boot(folder, group, template))
 
-    async def _made(
-        self, name: str, template: Template, saved: Path, base: Base | None, is_clone: bool = False
-    ) -> _Place:
-        """Of what was saved beside a base, or of the base itself."""
-        beside = None if base is None or is_clone else base.folder
+    async def _made(self, name: str, template: Template, saved: Path, base: Base | None) -> _Place:
+        """Of a kept machine, or of what was saved beside a base."""
+        beside = None if base is None else base.folder
         place = await self._placed(
             name, template, lambda folder, group: self.backend.restore(folder, group, template, saved, beside)
         )

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import platform
 import shlex
-import struct
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -22,49 +20,14 @@ from venusrl.core.errors import ConfigError, SandboxError
 from venusrl.sandbox.contract import MIB, Template
 from venusrl.sandbox.machines import pages
 from venusrl.sandbox.machines.backend import MEMORY, PAGES, STATE, Program, Streams, move
+from venusrl.sandbox.machines.guest import CGROUPS, WAIT_S, find_accelerator, introduce, memory_mib, refresh
 from venusrl.sandbox.machines.image import QEMU, Image, find_image, find_qemu
-from venusrl.sandbox.places import variables
 from venusrl.sandbox.spawner.limits import Group
 
-ENTROPY_BYTES = 32
-# What the guest's kernel and its file system take of its memory, and QEMU of the host's besides.
-GUEST_MIB, HOST_MIB = 288, 192
+HOST_MIB = 192  # of the host's memory that QEMU takes besides the guest's
 # Without hardware virtualization: 32 MiB of translated code a machine.
 ACCELERATORS = {"kvm": "kvm", "tcg": "tcg,thread=single,tb-size=32"}
-_WAIT_S = 120.0  # for a boot; without hardware virtualization it takes seconds
 _POLL_S = 0.002
-_PATH = "/usr/local/bin:/usr/bin:/bin"
-
-
-def find_accelerator() -> str:
-    """It is "kvm" where this host lets machines have it, else "tcg", which runs them in software.
-
-    KVM that is itself within a virtual machine of the PVM kind runs kernels that are made for it alone.
-    """
-    usable = os.access("/dev/kvm", os.R_OK | os.W_OK) and not os.path.isdir("/sys/module/kvm_pvm")
-    return "kvm" if usable else "tcg"
-
-
-def configuration(template: Template) -> list[str]:
-    """What a guest is told of the sandbox that it is to be; see guest.c."""
-    numbers = (template.disk_bytes, template.pids, template.file_bytes, template.output_bytes)
-    return [*map(str, numbers), *(f"{key}={value}" for key, value in variables(template, _PATH).items())]
-
-
-async def introduce(control: Streams, template: Template) -> None:
-    """Tells a guest that has come up what it is to be. SandboxError where it does not come up."""
-    said = await asyncio.wait_for(control[0].readexactly(2), _WAIT_S)
-    if said != b"up":
-        raise SandboxError(f"the guest says {said!r}")
-    data = b"".join(text.encode() + b"\0" for text in configuration(template))
-    control[1].write(struct.pack("<I", len(data)) + data)
-
-
-async def refresh(control: Streams) -> None:
-    """Gives a guest the time, and entropy of its own."""
-    control[1].write(struct.pack("<Q", time.time_ns()) + os.urandom(ENTROPY_BYTES))
-    if await asyncio.wait_for(control[0].readexactly(2), _WAIT_S) != b"ok":
-        raise SandboxError("the guest did not take the time")
 
 
 class Qemu:
@@ -93,15 +56,11 @@ class Qemu:
 
     @property
     def host(self) -> dict:
-        cgroups = {"memory": "guest", "pids": "guest", "cpu": None}  # the guest's kernel limits all of it together
-        return {"mode": "machine", "accelerator": self.accelerator, "image": self._image.key, "cgroups": cgroups}
+        return {"mode": "machine", "accelerator": self.accelerator, "image": self._image.key, "cgroups": CGROUPS}
 
     def ceiling(self, template: Template) -> int:
         """See Backend.ceiling."""
-        return self._memory_mib(template) * MIB + HOST_MIB * MIB
-
-    def _memory_mib(self, template: Template) -> int:
-        return template.memory_bytes // MIB + GUEST_MIB
+        return (memory_mib(template) + HOST_MIB) * MIB
 
     async def boot(self, folder: Path, group: Group, template: Template) -> QemuMachine:
         """See Backend.boot."""
@@ -132,7 +91,7 @@ class Qemu:
     async def _start(
         self, folder: Path, group: Group, template: Template, memory: Path, share: str, *more: str
     ) -> QemuMachine:
-        mib = self._memory_mib(template)
+        mib = memory_mib(template)
         command = [QEMU, "-accel", ACCELERATORS[self.accelerator], "-cpu", "max", "-display", "none", "-nodefaults"]
         command += ["-no-reboot", "-no-user-config", "-m", f"{mib}"]
         command += ["-machine", "q35,memory-backend=memory,suppress-vmdesc=on"]
@@ -216,7 +175,7 @@ class QemuMachine:
         return self.program.private_bytes()
 
     async def _connect(self, name: str) -> Streams:
-        give_up = time.monotonic() + _WAIT_S
+        give_up = time.monotonic() + WAIT_S
         while True:
             try:
                 streams = await asyncio.open_unix_connection(str(self._folder / name))
