@@ -301,7 +301,14 @@ def test_check_says_what_works():
     done = subprocess.run(
         [sys.executable, "-m", "launchers.sandboxd", "--check"], cwd=ROOT, capture_output=True, text=True
     )
-    assert done.returncode == 0 and json.loads(done.stdout)["process"]["ok"]
+    assert done.returncode == 0
+    report = json.loads(done.stdout)
+    assert report["process"]["ok"] and report.keys() == {"process", "gvisor", "qemu", "firecracker"}
+    for name, found in report.items():
+        if found["ok"]:
+            assert found["no_capabilities"] and found["no_new_privs"] is not False, name
+        else:
+            assert found["problem"], name
 
 
 def test_templates_and_frames_survive_the_way():

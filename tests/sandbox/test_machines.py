@@ -1,6 +1,7 @@
 """Machines: what they have in common beyond the contract, and what is particular to each kind."""
 
 import asyncio
+import dataclasses
 import os
 import random
 import signal
@@ -17,11 +18,13 @@ from tests.sandbox.test_migration import two
 from venusrl.core.errors import ConfigError, SandboxCapacity, SandboxError, SandboxLost, SandboxUnsupported
 from venusrl.sandbox import SandboxPool, Template
 from venusrl.sandbox.machines import pages
+from venusrl.sandbox.machines.image import cpio, in_order
 from venusrl.sandbox.machines.pool import MachinePool
 
 SMALL = Template("small", memory_bytes=96 << 20, disk_bytes=32 << 20)
 each = pytest.mark.parametrize("backend", MACHINES)
 cloned = pytest.mark.parametrize("backend", MACHINES[:2])
+qemu = pytest.mark.parametrize("backend", MACHINES[:1])
 gvisor = pytest.mark.parametrize("backend", MACHINES[2:])
 
 
@@ -110,6 +113,27 @@ async def test_a_set_up_that_fails_says_so(backend):
         with pytest.raises(SandboxError, match="no directory"):
             await pool.create(Template("none", lowers=("/nowhere/at/all",)))
         await until(lambda: not of_machines())
+
+
+@qemu
+async def test_a_guest_that_does_not_come_up_says_why(backend, tmp_path):
+    (tmp_path / "root/init").mkdir(parents=True)  # cannot be run
+    (tmp_path / "archive").write_bytes(b"".join(cpio(tmp_path / "root")))
+    async with machine_pool(backend) as pool:
+        pool.backend._image = dataclasses.replace(pool.backend._image, initramfs=tmp_path / "archive")
+        with pytest.raises(SandboxError, match=r"(?s)the guest says nothing, and ended .* Kernel panic"):
+            await pool.create(Template("broken"))
+        await until(lambda: not of_machines())
+
+
+def test_modules_are_loaded_after_what_they_need(tmp_path):
+    # From one release of Debian's 6.1 to the next, virtio_ring's need of virtio became virtio's of virtio_ring.
+    needs = {"a": "", "b-c": "a", "d": "in_the_kernel,b_c,a", "e": "d,a", "unused": "a"}
+    found = {}
+    for name, needed in needs.items():
+        found[name.replace("-", "_")] = tmp_path / f"{name}.ko"
+        (tmp_path / f"{name}.ko").write_bytes(b"\x7fELF\0license=GPL\0depends=%s\0name=x\0" % needed.encode())
+    assert [path.name for path in in_order(found, ("in_the_kernel", "e", "b_c"))] == ["a.ko", "b-c.ko", "d.ko", "e.ko"]
 
 
 @each

@@ -105,7 +105,7 @@ class Firecracker:
             await machine.ask("PUT", "/vsock", guest_cid=3, uds_path=_VSOCK)
             await machine.ask("PUT", "/actions", action_type="InstanceStart")
             await machine.connect("control")
-            await introduce(machine.control, template)
+            await introduce(machine, template)
             await machine.connect("agent")
         except BaseException:
             await machine.kill()
@@ -178,7 +178,7 @@ class FirecrackerMachine:
         """See Machine.go_on."""
         await self.ask("PATCH", "/vm", state="Resumed")
         await self.connect("control")
-        await refresh(self.control)
+        await refresh(self)
         await self.connect("agent")
 
     async def ended(self) -> None:

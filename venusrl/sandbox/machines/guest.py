@@ -4,6 +4,7 @@ import asyncio
 import os
 import struct
 import time
+from typing import Protocol
 
 from venusrl.core.errors import SandboxError
 from venusrl.sandbox.contract import MIB, Template
@@ -37,17 +38,34 @@ def configuration(template: Template) -> list[str]:
     return [*map(str, numbers), *(f"{key}={value}" for key, value in variables(template, _PATH).items())]
 
 
-async def introduce(control: Streams, template: Template) -> None:
+class Guest(Protocol):
+    """A machine, to what is in it. Attributes: control: reader and writer of guest.c's port."""
+
+    control: Streams
+
+    def complaint(self) -> str:
+        """See Machine.complaint."""
+
+
+async def introduce(guest: Guest, template: Template) -> None:
     """Tells a guest that has come up what it is to be. SandboxError where it does not come up."""
-    said = await asyncio.wait_for(control[0].readexactly(2), WAIT_S)
-    if said != b"up":
-        raise SandboxError(f"the guest says {said!r}")
+    await _hear(guest, b"up")
     data = b"".join(text.encode() + b"\0" for text in configuration(template))
-    control[1].write(struct.pack("<I", len(data)) + data)
+    guest.control[1].write(struct.pack("<I", len(data)) + data)
 
 
-async def refresh(control: Streams) -> None:
-    """Gives a guest the time, and entropy of its own."""
-    control[1].write(struct.pack("<Q", time.time_ns()) + os.urandom(ENTROPY_BYTES))
-    if await asyncio.wait_for(control[0].readexactly(2), WAIT_S) != b"ok":
-        raise SandboxError("the guest did not take the time")
+async def refresh(guest: Guest) -> None:
+    """Gives a guest the time, and entropy of its own. SandboxError where it does not take them."""
+    guest.control[1].write(struct.pack("<Q", time.time_ns()) + os.urandom(ENTROPY_BYTES))
+    await _hear(guest, b"ok")
+
+
+async def _hear(guest: Guest, word: bytes) -> None:
+    try:
+        said = await asyncio.wait_for(guest.control[0].readexactly(len(word)), WAIT_S)
+    except TimeoutError:
+        said = f"nothing for {WAIT_S:.0f} s"
+    except (asyncio.IncompleteReadError, ConnectionError):
+        said = "nothing, and ended"
+    if said != word:
+        raise SandboxError(f"the guest says {said} where it should say {word}: {guest.complaint()}")

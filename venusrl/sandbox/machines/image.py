@@ -16,7 +16,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,20 +33,10 @@ _PACKED = {
     b"\xfd7zXZ\0": ("xz", "-dc"),
     b"\x1f\x8b\x08": ("gzip", "-dc"),
 }
-# What the guest loads for its ports, of QEMU's kind and of Firecracker's.
+# What the guest loads for its ports, of QEMU's kind and of Firecracker's, besides what that needs.
 _MODULES = {
-    "serial": (
-        "virtio",
-        "virtio_ring",
-        "virtio_pci_modern_dev",
-        "virtio_pci_legacy_dev",
-        "virtio_pci",
-        "virtio_console",
-    ),
-    "vsock": (
-        *("virtio", "virtio_ring", "virtio_mmio", "vsock"),
-        *("vmw_vsock_virtio_transport_common", "vmw_vsock_virtio_transport"),
-    ),
+    "serial": ("virtio_pci", "virtio_console"),
+    "vsock": ("virtio_mmio", "vmw_vsock_virtio_transport"),
 }
 _PROGRAMS = (
     "bash sh ls cat head tail wc sort cut tr mkdir rmdir rm mv cp ln chmod touch stat sleep seq true false echo "
@@ -122,12 +112,12 @@ def _fill(root: Path, kernel: Path, agent: Path, guest: Path) -> None:
         (root / "etc" / name).write_text(text)
     shutil.copy2(guest, root / "init")
     shutil.copy2(agent, root / "opt/agent")
-    found = {path.name: path for path in (_modules_of(kernel)).rglob("*.ko")}
+    found = {path.stem.replace("-", "_"): path for path in (_modules_of(kernel)).rglob("*.ko")}
     for ports, names in _MODULES.items():
-        there = [f"{name}.ko" for name in names if f"{name}.ko" in found]  # the others are part of the kernel
-        for name in there:
-            shutil.copy2(found[name], root / "modules" / name)
-        (root / "modules" / ports).write_text("".join(f"{name}\n" for name in there))
+        loaded = in_order(found, names)
+        for module in loaded:
+            shutil.copy2(module, root / "modules" / module.name)
+        (root / "modules" / ports).write_text("".join(f"{module.name}\n" for module in loaded))
     (root / "filter").write_bytes(seccomp.program(platform.machine()))
     for name in _PROGRAMS:
         program = shutil.which(name, path="/usr/bin:/bin:/usr/sbin:/sbin")
@@ -137,6 +127,30 @@ def _fill(root: Path, kernel: Path, agent: Path, guest: Path) -> None:
             if not link.exists():
                 link.symlink_to(f"/usr/bin/{name}")
     _copy_python(root)
+
+
+def in_order(found: dict[str, Path], names: Iterable[str]) -> list[Path]:
+    """Modules of a kernel and all that they need, each after what it needs itself.
+
+    What needs what differs from one release of a kernel to the next; every module says it ("depends=").
+
+    Args:
+      found: files by the names of their modules. What is not among them is part of the kernel.
+    """
+    order: dict[Path, None] = {}
+
+    def add(name: str) -> None:
+        module = found.get(name.replace("-", "_"))
+        if module is None or module in order:
+            return
+        said = re.search(rb"\0depends=([^\0]*)\0", module.read_bytes())
+        for needed in said[1].decode().split(",") if said else ():
+            add(needed)
+        order[module] = None
+
+    for name in names:
+        add(name)
+    return list(order)
 
 
 def _copy_program(root: Path, program: Path) -> None:

@@ -27,6 +27,7 @@ from venusrl.sandbox.spawner.limits import Group
 HOST_MIB = 192  # of the host's memory that QEMU takes besides the guest's
 # Without hardware virtualization: 32 MiB of translated code a machine.
 ACCELERATORS = {"kvm": "kvm", "tcg": "tcg,thread=single,tb-size=32"}
+_CONSOLE_CHARS = 2000  # of the end of what a guest says: a kernel that panics traces its calls after why
 _POLL_S = 0.002
 
 
@@ -67,7 +68,7 @@ class Qemu:
         memory = folder / MEMORY
         machine = await self._start(folder, group, template, memory, "on")
         try:
-            await introduce(machine.control, template)
+            await introduce(machine, template)
         except BaseException:
             await machine.kill()
             raise
@@ -158,7 +159,7 @@ class QemuMachine:
     async def go_on(self) -> None:
         """See Machine.go_on."""
         await self.ask("cont")
-        await refresh(self.control)
+        await refresh(self)
 
     async def ended(self) -> None:
         """See Machine.ended."""
@@ -204,7 +205,7 @@ class QemuMachine:
         with suppress(OSError):
             said = (self._folder / "console").read_text(errors="replace").strip()
             if said:
-                return said[-500:]
+                return said[-_CONSOLE_CHARS:]
         return self.program.complaint()
 
 
