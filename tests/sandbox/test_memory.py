@@ -1,6 +1,8 @@
 """A sandbox that has used up its memory stands still, goes on with more, or ends for that reason."""
 
 import asyncio
+import dataclasses
+import errno
 import time
 
 import pytest
@@ -46,6 +48,35 @@ async def test_too_little_more_holds_it_again(pressed):
     assert not call.done()
     await pool.resize(sandbox, 256 << 20)
     assert (await asyncio.wait_for(call, 10)).text == "120\n"
+
+
+@pytest.mark.parametrize("agent", ["native", "python"])
+async def test_its_agent_waits_for_memory_too(agent):
+    """What the kernel refuses it meanwhile (ENOBUFS, ENFILE, EFAULT, no memory for an area) does not end it."""
+    seen: asyncio.Queue = asyncio.Queue()
+    async with SandboxPool(max_sandboxes=1, on_pressure=seen.put_nowait, agent=agent) as pool:
+        if pool.host["cgroups"]["memory"] != "v1":
+            pytest.skip("no writable memory cgroup of version 1 on this host")
+        sandbox = await pool.create(dataclasses.replace(HELD, oom_wait_s=30.0))
+        await sandbox.write("many", bytes(3_000_000))
+        call = asyncio.create_task(sandbox.exec(HOG, timeout_s=30))
+        await asyncio.wait_for(seen.get(), 10)
+        reads, lists = [], []
+        for mib in range(65, 105):
+            reads += [asyncio.create_task(sandbox.read("many")) for _ in range(2)]
+            lists += [asyncio.create_task(sandbox.list("/usr/bin")) for _ in range(2)]
+            await asyncio.sleep(0.01)
+            await pool.resize(sandbox, mib << 20)
+        await asyncio.sleep(0.3)
+        assert sandbox.lost is None and not call.done()
+        await pool.resize(sandbox, 256 << 20)
+        names = await sandbox.list("/usr/bin")
+        for reply in await asyncio.wait_for(asyncio.gather(*reads, *lists, return_exceptions=True), 20):
+            if isinstance(reply, OSError):  # it may be refused, and is never less than all of it
+                assert reply.errno in (errno.ENOMEM, errno.ENFILE), reply
+            else:
+                assert reply in (bytes(3_000_000), names)
+        assert (await asyncio.wait_for(call, 10)).text == "120\n"
 
 
 async def test_without_more_it_ends_and_says_why(pressed):

@@ -16,6 +16,7 @@ from tests.sandbox.conftest import end, needs_criu, processes, start_daemon
 from tests.sandbox.test_life import until
 from venusrl.core.errors import ConfigError, SandboxError, SandboxLost, SandboxUnsupported
 from venusrl.sandbox import SandboxPool, Template
+from venusrl.sandbox.daemon.arrivals import Arrivals, outgoing
 from venusrl.sandbox.daemon.client import Node
 
 pytestmark = needs_criu
@@ -410,8 +411,6 @@ async def test_what_arrives_damaged_is_refused(nodes, tmp_path):
     async with SandboxPool(max_sandboxes=1, snapshots=tmp_path, key=KEY) as pool:
         saved = await (await pool.create(Template("sent"))).snapshot()
         [snapshot] = await pool.snapshots()
-    from venusrl.sandbox.daemon.arrivals import outgoing
-
     whole = b"".join([data async for data in outgoing(snapshot, tmp_path / saved, {"lease_s": 5.0})])
     rng = random.Random(5)
     header = 8 + int.from_bytes(whole[:8])
@@ -437,6 +436,22 @@ async def test_what_arrives_damaged_is_refused(nodes, tmp_path):
     assert [httpx.post(f"{a.address}/arrivals/sb-sent/commit").status_code for _ in range(2)] == [204, 204]
     assert httpx.delete(f"{a.address}/arrivals/sb-sent").status_code == 409
     assert len(await a.list()) == 1
+
+
+async def test_a_sender_that_gives_up_leaves_nothing(tmp_path):
+    async def begins():
+        yield b"\0\0"
+        await asyncio.sleep(60)
+
+    async with SandboxPool(max_sandboxes=1, snapshots=tmp_path, key=KEY) as pool:
+        arrivals = Arrivals(pool, lambda sandbox, about: None)
+        for after in (0.0, 0.0, 0.0002, 0.0005, 0.001, 0.002, 0.01, 0.05):
+            receiving = asyncio.create_task(arrivals.receive("sb-sent", begins()))
+            await asyncio.sleep(after)
+            receiving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await receiving
+        await until(lambda: not list(tmp_path.iterdir()))
 
 
 async def test_a_kill_while_it_moves(nodes):

@@ -192,7 +192,8 @@ async def test_a_copy_is_as_confined(pool, sandbox):
     await sandbox.exec("sleep 962.5 &")
     copy = await sandbox.fork()
     script = (
-        "grep -E '^(Cap|NoNewPrivs|Seccomp)' /proc/self/status; cat /proc/1/environ /proc/1/maps; ls -l /; "
+        "grep -E '^(Cap|NoNewPrivs|Seccomp)' /proc/self/status; cat /proc/1/environ /proc/1/maps; "
+        r"find / -maxdepth 1 -printf '%M %u %g %p %l\n' | sort; "
         "mount -t tmpfs none /tmp; touch /run/disk/x /etc/x /x /usr/x; unshare -U true; ls /proc | grep -c '^[0-9]'; "
         "cat /proc/mounts | cut -d' ' -f2-4 | sed 's/,size=.*//' | sort"
     )

@@ -45,24 +45,6 @@ def unpack(data: bytes) -> tuple[dict, bytes]:
         raise WireError(f"the header is no JSON: {error}") from None
 
 
-def recv_exactly(sock, count: int) -> bytes:
-    """Reads `count` bytes from a blocking socket; WireError at end of stream."""
-    buffer = bytearray(count)
-    view, done = memoryview(buffer), 0
-    while done < count:
-        got = sock.recv_into(view[done:])
-        if got == 0:
-            raise WireError("peer closed")
-        done += got
-    return bytes(buffer)
-
-
-def recv_frame(sock) -> tuple[dict, bytes]:
-    """Next frame from a blocking socket."""
-    head, body = check_lengths(recv_exactly(sock, LENGTHS.size))
-    return json.loads(recv_exactly(sock, head)), recv_exactly(sock, body)
-
-
 async def read_frame(reader) -> tuple[dict, bytes]:
     """Next frame from an asyncio StreamReader; IncompleteReadError at end of stream."""
     head, body = check_lengths(await reader.readexactly(LENGTHS.size))

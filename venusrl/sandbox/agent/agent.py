@@ -23,9 +23,10 @@ from venusrl.sandbox.agent.berth import ADOPTED, Berth
 from venusrl.sandbox.agent.job import Job, Spare
 from venusrl.sandbox.agent.tree import outside
 from venusrl.sandbox.agent.watch import Watcher
+from venusrl.sandbox.agent.wire import patiently, receive, send
 from venusrl.sandbox.spawner.limits import process_limit, read_oom_kills
 from venusrl.sandbox.spawner.namespaces import set_dumpable
-from venusrl.sandbox.wire import WireError, pack, recv_frame
+from venusrl.sandbox.wire import WireError
 
 WORKSPACE = "/workspace"
 # Pipes kept open for background processes after their command returned, so that writing does not kill them.
@@ -88,7 +89,7 @@ class Agent:
 
     def _greet(self) -> None:
         self._listen(self._life_fd, self._close)
-        self._listen(self._control.fileno(), lambda: self._serve_request(*recv_frame(self._control)))
+        self._listen(self._control.fileno(), lambda: self._serve_request(*receive(self._control)))
         self._send({"ready": True})
 
     def _close(self) -> None:
@@ -442,7 +443,7 @@ class Agent:
 
     def _drain_old(self, fd: int) -> None:
         try:
-            data = os.read(fd, 64 * 1024)
+            data = patiently(os.read, fd, 64 * 1024)
         except BlockingIOError:
             return
         if not data:
@@ -454,4 +455,4 @@ class Agent:
         os.close(fd)
 
     def _send(self, header: dict, body: bytes = b"") -> None:
-        self._control.sendall(pack(header, body))
+        send(self._control, header, body)

@@ -8,6 +8,8 @@ import errno
 import os
 import stat
 
+from venusrl.sandbox.agent.wire import patiently
+
 WORKSPACE = "/workspace"
 CHUNK_BYTES = 4 << 20
 _MAX_ENTRIES = 100_000
@@ -43,7 +45,12 @@ def _read(path: str, offset: int, max_bytes: int) -> tuple[dict, bytes]:
     try:
         if _regular(fd).st_size > max_bytes:
             raise OSError(errno.EFBIG, "larger than max_bytes")
-        return {}, os.pread(fd, CHUNK_BYTES, offset)
+        data, part = bytearray(), None
+        # What is read at once may be less than there is: of /proc, or where a page for it lacks.
+        while part != b"" and len(data) < CHUNK_BYTES:
+            part = patiently(os.pread, fd, CHUNK_BYTES - len(data), offset + len(data), want=(errno.EFAULT,))
+            data += part
+        return {}, bytes(data)
     finally:
         os.close(fd)
 

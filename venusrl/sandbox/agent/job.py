@@ -9,6 +9,7 @@ import termios
 import time
 
 from venusrl.sandbox.agent.output import Capture
+from venusrl.sandbox.agent.wire import patiently
 
 SHELL = "/bin/bash"
 # The shell first limits its processes, and makes itself the kernel's choice, before the agent, when memory runs out.
@@ -187,7 +188,7 @@ class Job:
     def read(self, fd: int) -> bytes | None:
         """What there is; b"" at the end, when the descriptor is closed; None where there is nothing now."""
         try:
-            data = os.read(fd, READ_BYTES)
+            data = patiently(os.read, fd, READ_BYTES)
         except BlockingIOError:
             return None
         except OSError as error:

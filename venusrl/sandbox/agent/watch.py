@@ -5,6 +5,8 @@ import errno
 import os
 import struct
 
+from venusrl.sandbox.agent.wire import patiently
+
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NONBLOCK, _CLOEXEC = os.O_NONBLOCK, os.O_CLOEXEC
 _EVENT = struct.Struct("iIII")
@@ -51,7 +53,7 @@ class Watcher:
     def read(self) -> dict[int, list[list[str]]]:
         """[kind, name] by watch; kind "lost" where events came faster than they were read, or the path is gone."""
         try:
-            data = os.read(self.fd, 65536)
+            data = patiently(os.read, self.fd, 65536)
         except OSError as error:
             if error.errno != errno.EAGAIN:
                 raise

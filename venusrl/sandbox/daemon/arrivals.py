@@ -8,6 +8,7 @@ when that node takes it back, or is not heard of for a while.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import re
@@ -88,11 +89,12 @@ class Arrival:
     """One that is here, and does not run.
 
     Attributes:
+      folder: of what came; it is closed when the sandbox runs, or is not to.
       about: who uses it, and how: {clients, jobs, watches, paused, lease_s, ttl_s}.
     """
 
     snapshot: Snapshot
-    folder: Path
+    folder: contextlib.AsyncExitStack
     about: dict
     expiry: asyncio.TimerHandle | None = None
     begun: asyncio.Task | None = None  # the activation, once it is told to commit
@@ -130,9 +132,8 @@ class Arrivals:
         self._ran.pop(sandbox_id, None)  # it has been here before
 
     async def _receive(self, sandbox_id: str, parts: AsyncIterator[bytes]) -> None:
-        store = self._pool.incoming()
-        folder = await asyncio.to_thread(store.stage)
-        try:
+        async with contextlib.AsyncExitStack() as undoing:
+            folder = await undoing.enter_async_context(self._pool.incoming().folder_of())
             reader = _Reader(parts)
             try:
                 about = await reader.header()
@@ -144,10 +145,7 @@ class Arrivals:
                 await _write(reader, folder / name, length, digest)
             folder.chmod(0o711)  # as that of one that is checked out
             await self._pool.arrive(sandbox_id, snapshot, folder, ttl_s)
-        except BaseException:
-            await asyncio.to_thread(store.discard, folder)
-            raise
-        arrival = self._waiting[sandbox_id] = Arrival(snapshot, folder, about)
+            arrival = self._waiting[sandbox_id] = Arrival(snapshot, undoing.pop_all(), about)
         arrival.expiry = asyncio.get_running_loop().call_later(WAIT_S, self._expire, sandbox_id)
 
     async def receive_template(self, key: str, parts: AsyncIterator[bytes]) -> None:
@@ -197,7 +195,7 @@ class Arrivals:
             raise
         finally:
             del self._waiting[sandbox_id]
-            await asyncio.to_thread(self._pool.incoming().discard, arrival.folder)
+            await arrival.folder.aclose()
 
     async def refuse(self, sandbox_id: str) -> bool:
         """It is not to run here. False: it does already."""
@@ -208,7 +206,7 @@ class Arrivals:
             del self._waiting[sandbox_id]
             arrival.expiry.cancel()
             await self._pool.end(sandbox_id, "killed")
-            await asyncio.to_thread(self._pool.incoming().discard, arrival.folder)
+            await arrival.folder.aclose()
         return True
 
     def state(self, sandbox_id: str) -> str | None:

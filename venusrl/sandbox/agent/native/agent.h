@@ -23,7 +23,10 @@ struct bytes {
     size_t size, room;
 };
 
+/* Whether to make a call again that has failed: it was interrupted, or lacked memory, and there may be some now. */
+bool again(void);
 void *take(size_t size);
+void *resized(void *memory, size_t size);
 char *take_string(const char *text, size_t size);
 void add(struct bytes *to, const void *data, size_t size);
 void addf(struct bytes *to, const char *format, ...) __attribute__((format(printf, 2, 3)));

@@ -10,11 +10,15 @@
 
 /* Listens under a name that the kernel picks; its bytes in hexadecimal. */
 int open_berth(char *name_hex, size_t room) {
-    int listener = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    int listener, failed;
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     socklen_t size = sizeof(sa_family_t);
+    do listener = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    while (listener < 0 && again());
     if (listener < 0) return -errno;
-    bool bound = !bind(listener, (struct sockaddr *)&address, size) && !listen(listener, 1);
+    do failed = bind(listener, (struct sockaddr *)&address, size);
+    while (failed && again());
+    bool bound = !failed && !listen(listener, 1);
     size = sizeof address;
     if (!bound || getsockname(listener, (struct sockaddr *)&address, &size)) {
         int error = -errno;
@@ -31,7 +35,10 @@ static int receive_fds(int socket, char *greeting, int fds[2], int *count) {
     struct iovec part = {greeting, 1};
     struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = control,
                              .msg_controllen = sizeof control};
-    if (recvmsg(socket, &message, MSG_CMSG_CLOEXEC) != 1) return -EPROTO;
+    ssize_t got;
+    do got = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
+    while (got < 0 && again());
+    if (got != 1) return -EPROTO;
     struct cmsghdr *rights = CMSG_FIRSTHDR(&message);
     if (!rights || rights->cmsg_type != SCM_RIGHTS) return -EPROTO;
     *count = (int)((rights->cmsg_len - CMSG_LEN(0)) / sizeof(int));
@@ -42,7 +49,7 @@ static int receive_fds(int socket, char *greeting, int fds[2], int *count) {
 int accept_owner(int listener) {
     int connection;
     do connection = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
-    while (connection < 0 && errno == EINTR);
+    while (connection < 0 && again());
     if (connection < 0) _exit(1);
     return connection;
 }

@@ -78,7 +78,9 @@ void drain_old(int fd) {
     static char buffer[READ];
     for (int i = 0; i < here.old_pipe_count; i++)
         if (here.old_pipes[i] == fd) {
-            ssize_t got = read(fd, buffer, sizeof buffer);
+            ssize_t got;
+            do got = read(fd, buffer, sizeof buffer);
+            while (got < 0 && again());
             if (got == 0 || (got < 0 && errno != EAGAIN)) close_old(i);
             return;
         }

@@ -40,11 +40,12 @@ static int read_file(const char *path, const struct value *header, struct bytes 
     struct stat info;
     int error = regular(fd, &info);
     if (!error && info.st_size > most) error = -EFBIG;
-    if (!error) {
-        data->data = take(data->room = CHUNK);
-        ssize_t got = pread(fd, data->data, CHUNK, offset);
-        if (got < 0) error = -errno;
-        else data->size = (size_t)got;
+    if (!error) data->data = take(data->room = CHUNK);
+    /* What is read at once may be less than there is: of /proc, or where a page for it lacks. */
+    for (ssize_t got = 1; !error && got && data->size < CHUNK; ) {
+        got = pread(fd, data->data + data->size, CHUNK - data->size, offset + (off_t)data->size);
+        if (got >= 0) data->size += (size_t)got;
+        else if (errno != EFAULT || !again()) error = -errno;
     }
     close(fd);
     return error;
@@ -142,6 +143,8 @@ static int list_files(const char *path, struct bytes *answer) {
             if (!first) add(answer, ",", 1);
             add_entry(answer, names[i], strlen(names[i]), &info);
             first = false;
+        } else if (errno != ENOENT) {
+            error = -errno;
         }
         free(names[i]);
     }
@@ -162,5 +165,5 @@ int serve_file(const char *op, const struct value *header, const char *body, siz
     else if (!strcmp(op, "stat")) error = stat_file(path, answer);
     else error = -ENOSYS;
     free(path);
-    return error;
+    return error == -EFAULT ? -ENOMEM : error; /* there was no page for what the kernel says */
 }

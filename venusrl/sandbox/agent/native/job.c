@@ -312,7 +312,9 @@ double due(const struct job *job) {
 }
 
 ssize_t read_job(struct job *job, int at, char *buffer, size_t room) {
-    ssize_t got = read(job->outputs[at], buffer, room);
+    ssize_t got;
+    do got = read(job->outputs[at], buffer, room);
+    while (got < 0 && again());
     if (got < 0 && errno == EAGAIN) return -EAGAIN;
     if (got > 0) {
         keep(&job->capture, buffer, (size_t)got);

@@ -111,8 +111,7 @@ static bool read_items(struct reader *in, struct value *out, int depth) {
     for (size_t room = 0;; ) {
         if (out->size == room) {
             room = room ? room * 2 : 8;
-            out->items = realloc(out->items, room * sizeof *out->items);
-            if (!out->items) exit(1);
+            out->items = resized(out->items, room * sizeof *out->items);
         }
         struct value *item = &out->items[out->size++];
         *item = (struct value){0};

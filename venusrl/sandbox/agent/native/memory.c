@@ -1,16 +1,43 @@
+#define _GNU_SOURCE
 #include "agent.h"
 
+#include <errno.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
-void *take(size_t size) {
-    void *memory = malloc(size ? size : 1);
-    if (!memory) _exit(1);
-    return memory;
+#define ROOM (64 * 1024) /* about what the kernel takes for a call */
+#define TRIES 100
+
+/* Where a sandbox stands still for want of memory (oom="hold"), who touches a page waits for it, while calls fail:
+   ENOBUFS those that send, ENFILE those that make a socket, EFAULT those that read into a page that is new. */
+static void await_memory(void) {
+    static char room[ROOM] __attribute__((aligned(4096)));
+    for (size_t at = 0; at < ROOM; at += 4096) ((volatile char *)room)[at] = 1;
+    madvise(room, ROOM, MADV_DONTNEED);
+    usleep(1000);
 }
+
+bool again(void) {
+    if (errno == EINTR) return true;
+    if (errno != ENOBUFS && errno != ENOMEM && errno != ENFILE && errno != EFAULT) return false;
+    await_memory();
+    return true;
+}
+
+void *resized(void *memory, size_t size) {
+    for (int tries = 0; tries < TRIES; tries++) {
+        void *found = realloc(memory, size ? size : 1);
+        if (found) return found;
+        await_memory();
+    }
+    _exit(1); /* more than it may ever have */
+}
+
+void *take(size_t size) { return resized(NULL, size); }
 
 char *take_string(const char *text, size_t size) {
     char *copy = take(size + 1);
@@ -22,8 +49,7 @@ char *take_string(const char *text, size_t size) {
 static void reserve(struct bytes *to, size_t more) {
     if (to->size + more <= to->room) return;
     size_t room = to->room * 2 > to->size + more ? to->room * 2 : to->size + more;
-    to->data = realloc(to->data, room);
-    if (!to->data) _exit(1);
+    to->data = resized(to->data, room);
     to->room = room;
 }
 

@@ -76,7 +76,9 @@ static const char *kind_of(uint32_t mask) {
 
 void read_watches(void (*tell)(int64_t, const char *)) {
     static char buffer[65536] __attribute__((aligned(8)));
-    ssize_t size = read(inotify, buffer, sizeof buffer);
+    ssize_t size;
+    do size = read(inotify, buffer, sizeof buffer);
+    while (size < 0 && again());
     for (char *at = buffer; at < buffer + (size > 0 ? size : 0); ) {
         const struct inotify_event *event = (const struct inotify_event *)at;
         const char *kind = kind_of(event->mask), *name = event->len ? event->name : "";

@@ -1,7 +1,6 @@
 #include "agent.h"
 
 #include <arpa/inet.h>
-#include <errno.h>
 #include <stdlib.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -12,7 +11,7 @@
 static void receive_exactly(int fd, void *to, size_t size) {
     while (size) {
         ssize_t got = read(fd, to, size);
-        if (got < 0 && errno == EINTR) continue;
+        if (got < 0 && again()) continue;
         if (got <= 0) _exit(0);
         to = (char *)to + got;
         size -= (size_t)got;
@@ -38,7 +37,7 @@ void send_frame(int fd, const struct bytes *head, const char *body, size_t body_
     int left = 3;
     while (left) {
         ssize_t sent = writev(fd, part, left);
-        if (sent < 0 && errno == EINTR) continue;
+        if (sent < 0 && again()) continue;
         if (sent < 0) _exit(0);
         while (left && (size_t)sent >= part->iov_len) {
             sent -= (ssize_t)part->iov_len;
