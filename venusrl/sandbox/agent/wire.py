@@ -6,18 +6,15 @@ import mmap
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar
 
 from venusrl.sandbox.wire import LENGTHS, WireError, check_lengths, pack
-
-T = TypeVar("T")
 
 _ROOM = 64 * 1024  # bytes: about what the kernel takes for a call
 _WAIT_S = 0.001
 _WANT = (errno.ENOBUFS, errno.ENOMEM, errno.ENFILE, errno.EFAULT)
 
 
-def patiently(call: Callable[..., T], *arguments, want: tuple[int, ...] = _WANT) -> T:
+def patiently(call: Callable, *arguments, want: tuple[int, ...] = _WANT):
     """What a call of the kernel's returns once there is memory for it. OSError where something else is wrong.
 
     Args:
