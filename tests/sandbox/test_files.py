@@ -53,11 +53,25 @@ async def test_list(sandbox):
     assert "\udcff" in found
 
 
+async def test_a_list_that_is_too_long_is_refused(sandbox):
+    """Undecodable names take six characters a byte: 11,000 of the longest are more than a frame may have."""
+    made = await sandbox.exec(
+        r"""python3 -I -S -c "for i in range(11000): open(b'%05d' % i + b'\xff' * 250, 'w')" """, timeout_s=120
+    )
+    assert made.exit_code == 0, made.text
+    with pytest.raises(OSError) as caught:
+        await sandbox.list("/workspace")
+    assert caught.value.errno == errno.EFBIG
+    assert (await sandbox.exec("ls -f | wc -l")).text == "11002\n"
+
+
 async def test_errors_carry_the_errno(sandbox):
     await sandbox.exec("mkdir d; mkfifo p; echo 12345 > five")
     for path, kind in (("none", FileNotFoundError), ("d", IsADirectoryError), ("five/x", NotADirectoryError)):
         with pytest.raises(kind):
             await sandbox.read(path)
+    with pytest.raises(NotADirectoryError):
+        await sandbox.write("five/x/y", b"")
     with pytest.raises(FileNotFoundError):
         await sandbox.list("none")
     with pytest.raises(OSError, match="p") as fifo:

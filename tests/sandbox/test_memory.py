@@ -3,15 +3,24 @@
 import asyncio
 import dataclasses
 import errno
+import signal
 import time
 
 import pytest
 
+from tests.sandbox.conftest import processes
 from venusrl.core.errors import ConfigError, SandboxError, SandboxLost
-from venusrl.sandbox import SandboxPool, Template
+from venusrl.sandbox import SandboxPool, Template, client
 
 HELD = Template("held", memory_bytes=64 << 20, disk_bytes=8 << 20, oom="hold", oom_wait_s=1.0)
 HOG = "python3 -I -S -c 'x = bytearray(1) * (120 << 20); print(len(x) >> 20)'"
+
+# Counts what it is sent, and needs no memory for it.
+COUNTER = """python3 -I -S -c '
+import os
+room, count = bytearray(b"x") * 65536, 0
+while got := os.readv(0, [room]): count += got
+print(count)'"""
 
 
 @pytest.fixture
@@ -51,16 +60,21 @@ async def test_too_little_more_holds_it_again(pressed):
 
 
 @pytest.mark.parametrize("agent", ["native", "python"])
-async def test_its_agent_waits_for_memory_too(agent):
+async def test_its_agent_waits_for_memory_too(agent, monkeypatch):
     """What the kernel refuses it meanwhile (ENOBUFS, ENFILE, EFAULT, no memory for an area) does not end it."""
+    monkeypatch.setattr(client, "_GRACE_S", 0.05)  # as long as it may be held, no answer is no fault
     seen: asyncio.Queue = asyncio.Queue()
     async with SandboxPool(max_sandboxes=1, on_pressure=seen.put_nowait, agent=agent) as pool:
         if pool.host["cgroups"]["memory"] != "v1":
             pytest.skip("no writable memory cgroup of version 1 on this host")
         sandbox = await pool.create(dataclasses.replace(HELD, oom_wait_s=30.0))
         await sandbox.write("many", bytes(3_000_000))
+        counting = await sandbox.start(COUNTER, stdin=None)
+        late = asyncio.create_task(sandbox.exec("sleep 967.25", timeout_s=0.6))
+        await asyncio.sleep(0.3)
         call = asyncio.create_task(sandbox.exec(HOG, timeout_s=30))
         await asyncio.wait_for(seen.get(), 10)
+        sending = asyncio.create_task(send_all(counting, 40))
         reads, lists = [], []
         for mib in range(65, 105):
             reads += [asyncio.create_task(sandbox.read("many")) for _ in range(2)]
@@ -77,6 +91,16 @@ async def test_its_agent_waits_for_memory_too(agent):
             else:
                 assert reply in (bytes(3_000_000), names)
         assert (await asyncio.wait_for(call, 10)).text == "120\n"
+        await asyncio.wait_for(sending, 10)
+        assert (await asyncio.wait_for(counting.wait(), 10)).text == f"{40 * 50_000}\n"
+        stopped = await asyncio.wait_for(late, 10)
+        assert stopped.timed_out and stopped.exit_code == -signal.SIGKILL and not processes("967.25")
+
+
+async def send_all(process, count):
+    for _ in range(count):
+        await process.send(bytes(50_000))
+    await process.close_stdin()
 
 
 async def test_without_more_it_ends_and_says_why(pressed):

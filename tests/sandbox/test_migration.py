@@ -1,7 +1,9 @@
 """Sandboxes that move between nodes while they run: nothing is lost, and none ever runs in two places."""
 
 import asyncio
+import os
 import random
+import subprocess
 import tempfile
 import threading
 import time
@@ -16,6 +18,7 @@ from tests.sandbox.conftest import end, needs_criu, processes, start_daemon
 from tests.sandbox.test_life import until
 from venusrl.core.errors import ConfigError, SandboxError, SandboxLost, SandboxUnsupported
 from venusrl.sandbox import SandboxPool, Template
+from venusrl.sandbox.agent.berth import KEPT, meet
 from venusrl.sandbox.daemon.arrivals import Arrivals, outgoing
 from venusrl.sandbox.daemon.client import Node
 
@@ -271,10 +274,16 @@ async def test_want_of_memory_moves_it(nodes, tmp_path):
         assert pool.stats().ended == {"moved": 1} and len(await b.list()) == 1
 
 
-async def test_want_of_memory_moves_it_between_daemons():
+async def test_want_of_memory_moves_it_between_daemons(tmp_path):
+    """To the first that can take it: not one that does not answer, nor one whose disk is full."""
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", small], check=True)
     with key_file() as path:
+        third, full = start_daemon("--max_sandboxes=2", f"--key_file={path}", f"--snapshots={small}/s")
         second, there = start_daemon("--max_sandboxes=2", f"--key_file={path}")
-        first, here = start_daemon("--max_sandboxes=2", f"--key_file={path}", f"--peers=http://127.0.0.1:9,{there}")
+        peers = f"--peers=http://127.0.0.1:9,{full},{there}"
+        first, here = start_daemon("--max_sandboxes=2", f"--key_file={path}", peers)
     try:
         async with Node(here) as a, Node(there) as b:
             if (await a.health())["cgroups"]["memory"] != "v1":
@@ -288,7 +297,8 @@ async def test_want_of_memory_moves_it_between_daemons():
             with pytest.raises(SandboxLost, match="oom"):  # there it has no more than here
                 await lost.exec(HOG, timeout_s=30)
     finally:
-        end(first), end(second)
+        end(first), end(second), end(third)
+        subprocess.run(["umount", small], check=True)
 
 
 # What goes wrong: it goes on where it is
@@ -436,6 +446,13 @@ async def test_what_arrives_damaged_is_refused(nodes, tmp_path):
     assert [httpx.post(f"{a.address}/arrivals/sb-sent/commit").status_code for _ in range(2)] == [204, 204]
     assert httpx.delete(f"{a.address}/arrivals/sb-sent").status_code == 409
     assert len(await a.list()) == 1
+
+
+def test_where_no_agent_waits_is_no_broken_connection():
+    """To the spawner that one is its owner's end."""
+    with pytest.raises(OSError) as caught:
+        meet(os.getpid(), b"\0nobody waits here", KEPT, [0])
+    assert not isinstance(caught.value, ConnectionError)
 
 
 async def test_a_sender_that_gives_up_leaves_nothing(tmp_path):

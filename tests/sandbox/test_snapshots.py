@@ -13,7 +13,7 @@ import pytest
 from tests.sandbox.conftest import MACHINES, needs_criu, processes
 from tests.sandbox.test_life import cgroups, until
 from venusrl.core.errors import SandboxCapacity, SandboxError, SandboxLost, SandboxUnsupported
-from venusrl.sandbox import SandboxPool, Template
+from venusrl.sandbox import SandboxPool, Template, client
 
 here = pytest.param("process", marks=needs_criu)
 saves = pytest.mark.parametrize("pool", [here, pytest.param("daemon", marks=needs_criu), *MACHINES], indirect=True)
@@ -185,6 +185,51 @@ async def test_one_that_is_paused_stays_so(pool, sandbox):
     assert not waiting.done()
     await sandbox.resume()
     assert int((await waiting).text) > 0
+
+
+@in_process
+async def test_what_is_asked_while_it_is_saved_holds(pool, sandbox, monkeypatch):
+    monkeypatch.setattr(client, "_GRACE_S", 0.05)  # no answer while it is saved is no fault
+    await sandbox.exec("(while true; do echo x >> ticks; sleep 0.01; done) & head -c 30000000 /dev/urandom > big")
+    for asks in ("pause", "resume", "pause"):
+        saving = asyncio.create_task(sandbox.snapshot())
+        await until(lambda: sandbox._parked is not None)
+        await getattr(sandbox, asks)()
+        await saving
+        assert sandbox.paused == (asks == "pause")
+        counting = asyncio.create_task(sandbox.exec("stat -c %s ticks"))
+        await asyncio.sleep(0.2)
+        assert counting.done() == (asks == "resume")
+        await sandbox.resume()
+        assert int((await counting).text) > 0
+
+
+@in_process
+async def test_a_fork_that_is_given_up_leaves_nothing(pool, sandbox, tmp_path):
+    for _ in range(3):
+        forking = asyncio.create_task(sandbox.fork())
+        await until(lambda: sandbox._parked is not None)
+        forking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await forking
+    assert await pool.snapshots() == [] and list((tmp_path / "snapshots").iterdir()) == []
+    assert pool.alive == 1 and (await sandbox.exec("echo on")).text == "on\n"
+
+
+@in_process
+async def test_kills_of_before_are_known_in_a_copy(pool):
+    if not pool.host["cgroups"]["memory"]:
+        pytest.skip("no writable memory cgroup on this host")
+    sandbox = await pool.create(Template("small", memory_bytes=48 << 20, disk_bytes=8 << 20))
+    hog = "python3 -I -S -c 'x = bytearray(1) * (120 << 20)'"
+    begun = await sandbox.start(f"{hog}; echo killed; sleep 1.5")
+    async for output in begun:
+        if b"killed" in output.data:
+            break
+    copy = await sandbox.fork()
+    later = await copy.start("sleep 0.1")
+    taken = await copy.connect(begun.id)
+    assert (await begun.wait()).oom and (await taken.wait()).oom and not (await later.wait()).oom
 
 
 @in_process

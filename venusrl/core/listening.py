@@ -22,6 +22,7 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
     """
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _keep_alive(listener)
     try:
         listener.bind((host, port))
         listener.listen()
@@ -29,6 +30,14 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
         listener.close()
         raise ConfigError(f"--host={host} --port={port}: {error.strerror}; give another, 0 for a free one") from error
     return listener, f"http://{host}:{listener.getsockname()[1]}"
+
+
+def _keep_alive(listener: socket.socket) -> None:
+    """Idle connections end within a minute when the other machine is gone without a word."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}.items():  # s, s, probes
+        if hasattr(socket, name):  # what a connection has, it has from its listener
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def listen_at(path: str) -> tuple[socket.socket, str]:

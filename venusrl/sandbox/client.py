@@ -17,6 +17,7 @@ from venusrl.sandbox.process import WINDOW_BYTES, RemoteProcess, check_size
 from venusrl.sandbox.requests import add_changes, command, exec_result, unfollowed
 from venusrl.sandbox.wire import WireError, pack, read_frame, unpack
 
+_CONTROL_S = 900.0  # for the answer to a pause or a resume, which comes after what saves the sandbox is done
 _GRACE_S = 30.0  # after a deadline; an agent that has not answered by then is broken, and its sandbox is killed
 _REASON_WAIT_S = 5.0  # that the reason of a sandbox's end may come after its socket closed
 RANGE = 1 << 32  # ids of one client
@@ -71,6 +72,7 @@ class ProcessSandbox:
         self._running = asyncio.Event()
         self._running.set()
         self._set_paused(paused)
+        self.is_to_pause = False  # as its users asked last, also while it is saved
         self._receiver = self._loop.create_task(self._receive())
 
     def is_ready(self) -> None:
@@ -199,12 +201,19 @@ class ProcessSandbox:
         """See Sandbox.pause. Calls made while paused wait for resume."""
         self._check_alive()
         self._set_paused(True)
+        self.is_to_pause = True
         await self._control("pause")
 
     async def resume(self) -> None:
         """See Sandbox.resume."""
+        self.is_to_pause = False
         await self._control("resume")
         self._set_paused(False)
+
+    def resume_soon(self) -> None:
+        """Without a word of the agent's, which may have no memory to say one."""
+        self.is_to_pause = False
+        self._tell({"op": "resume"})
 
     def _set_paused(self, paused: bool) -> None:
         """As this client asked, or as the sandbox says that another did."""
@@ -362,6 +371,8 @@ class ProcessSandbox:
     def pass_on(self, header: dict, body: bytes = b"") -> None:
         """A request of a client of another range, as it is; what comes of it goes to `foreign`."""
         self._check_alive()
+        if header.get("op") in ("pause", "resume"):
+            self.is_to_pause = header["op"] == "pause"
         self._write(pack(header, body))
 
     def _write(self, frame: bytes) -> None:
@@ -422,11 +433,11 @@ class ProcessSandbox:
         """Answered at once, paused or not, by an agent that is well."""
         self._check_alive()
         _, future = self._send({"op": op}, b"")
-        done, _ = await asyncio.wait({future}, timeout=_GRACE_S)
+        done, _ = await asyncio.wait({future}, timeout=_CONTROL_S)
         if not done:
             self.mark_lost("node-lost")
             await self._keeper.end(self.id, "node-lost")
-        await self._answer(future, _GRACE_S)
+        await self._answer(future, 0.0)
 
     def _send(self, header: dict, body: bytes = b"") -> tuple[int, asyncio.Future]:
         """Queues one frame whole, so that a cancelled caller cannot leave half of one."""
@@ -443,7 +454,10 @@ class ProcessSandbox:
         self, future: asyncio.Future, patience_s: float | None, path: str | None = None
     ) -> tuple[dict, bytes]:
         """The answer, or SandboxLost. `patience_s` bounds the wait, not counting time paused; None: nothing does."""
-        give_up = self._loop.time() + (math.inf if patience_s is None else patience_s) - self._paused_s
+        patience_s = math.inf if patience_s is None else patience_s
+        if self.template.oom == "hold":  # the agent waits for memory too; the spawner sees to it that this ends
+            patience_s += self.template.oom_wait_s
+        give_up = self._loop.time() + patience_s - self._paused_s
         while not future.done():
             left = give_up + self._paused_s - self._loop.time()
             if left <= 0 and self._paused_since is None:

@@ -141,9 +141,14 @@ class SpawnerLink:
             self._measuring.exception()  # seen: who asked may have been cancelled
             self._measuring = None
 
-    async def resize(self, sandbox_id: str, memory_bytes: int) -> None:
-        """Another limit of memory. SandboxError where the kernel refuses, or the sandbox or the spawner is gone."""
-        await self._ask(sandbox_id, "cannot have another limit of memory", op="resize", memory_bytes=memory_bytes)
+    async def resize(self, sandbox_id: str, memory_bytes: int, lent: int | None = None) -> None:
+        """Another limit of memory, or so much lent above it to one whose commands stop for it; 0: no more.
+
+        Raises:
+          SandboxError: the kernel refuses, or the sandbox or the spawner is gone.
+        """
+        fields = {"op": "resize", "memory_bytes": memory_bytes, "lent": lent}
+        await self._ask(sandbox_id, "cannot have another limit of memory", **fields)
 
     async def save(self, sandbox_id: str, folder: str, criu: str, ghost_bytes: int) -> None:
         """Saves a sandbox that is parked. SandboxError with the reason where that fails."""

@@ -180,8 +180,11 @@ class Making(Places):
         return self._limits.get(sandbox.id, sandbox.template.memory_bytes)
 
     async def lend(self, sandbox: ProcessSandbox, memory_bytes: int) -> None:
-        """More memory than its limit is, which stays what it is to `resize`."""
-        await self._link.resize(sandbox.id, self.memory_limit(sandbox) + memory_bytes)
+        """More memory than it has or may have, for its agent alone: its commands stop. 0: no more; they stay stopped.
+
+        To `resize` its limit stays what it is.
+        """
+        await self._link.resize(sandbox.id, self.memory_limit(sandbox), memory_bytes)
 
     def _pressed(self, sandbox_id: str) -> None:
         self.short_of_memory.add(sandbox_id)

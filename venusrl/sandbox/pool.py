@@ -132,12 +132,10 @@ class _Standstill(Standstill):
 
     async def stop(self) -> Snapshot:
         sandbox, link = self.sandbox, self._pool._link
-        parking = asyncio.create_task(sandbox.park())
-        if sandbox.id in self._pool.short_of_memory:  # it stops once it has got what it waits for
-            await asyncio.sleep(0)
-            await self._pool.lend(sandbox, _LENT_BYTES)
+        if sandbox.id in self._pool.short_of_memory:  # else its agent could not even say that it parks
             self._has_lent = True
-        self._berth = await parking
+            await self._pool.lend(sandbox, _LENT_BYTES)
+        self._berth = await sandbox.park()
         await link.save(sandbox.id, str(self._folder), self._pool.saver(), sandbox.template.disk_bytes)
         return await asyncio.to_thread(self._describe)
 
@@ -153,9 +151,15 @@ class _Standstill(Standstill):
                 raise SandboxLost(self.sandbox.id, self.sandbox.lost or "node-lost") from error
             self.sandbox.unpark(await asyncio.open_connection(sock=agent))
         if self._has_lent:
-            self._has_lent = False
             with suppress(SandboxError):
                 await self._pool.lend(self.sandbox, 0)
+
+    async def go_on(self) -> None:
+        """See Standstill.go_on."""
+        if self._has_lent:
+            self.sandbox.resume_soon()
+        else:
+            await self.sandbox.resume()
 
     def _describe(self) -> Snapshot:
         sandbox = self.sandbox

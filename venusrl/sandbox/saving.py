@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
@@ -26,14 +27,12 @@ class Standstill(ABC):
 
     Attributes:
       snapshot: what was saved.
-      was_paused: before.
     """
 
     snapshot: Snapshot
 
     def __init__(self, sandbox: ProcessSandbox):
         self.sandbox = sandbox
-        self.was_paused = sandbox.paused
         self.is_gone = False
 
     async def __aenter__(self) -> Self:
@@ -48,8 +47,12 @@ class Standstill(ABC):
         if self.is_gone or self.sandbox.lost is not None:
             return
         await self.unpark()
-        if not self.was_paused:
-            await self.sandbox.resume()
+        if not self.sandbox.is_to_pause:
+            await self.go_on()
+
+    async def go_on(self) -> None:
+        """It runs again."""
+        await self.sandbox.resume()
 
     @abstractmethod
     async def stop(self) -> Snapshot:
@@ -161,13 +164,19 @@ class Saving(Places):
         async def work() -> Snapshot:
             async with self._snapshots.folder_of() as staged:
                 async with self._standstill(sandbox, staged) as still:
-                    await still.unpark()
+                    if sandbox.lost is None:
+                        await still.unpark()
                 return await asyncio.to_thread(self._snapshots.finish, staged, still.snapshot)
 
-        return await self._to_the_end(sandbox, work)
+        def undo(snapshot: Snapshot) -> None:  # nobody knows of it
+            self._snapshots.delete(snapshot.id)
 
-    async def _to_the_end(self, sandbox: ProcessSandbox, work: Callable[[], Coroutine]):
-        """One at a time; a caller who gives up must not leave it parked."""
+        return await self._to_the_end(sandbox, work, undo)
+
+    async def _to_the_end(
+        self, sandbox: ProcessSandbox, work: Callable[[], Coroutine], undo: Callable | None = None
+    ) -> Snapshot | None:
+        """One at a time; a caller who gives up must not leave it parked, and what came of it then is undone."""
         await asyncio.to_thread(self.saver)
 
         async def locked():
@@ -181,8 +190,8 @@ class Saving(Places):
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             await asyncio.wait({task})
-            if not task.cancelled():
-                task.exception()  # seen
+            if not task.cancelled() and task.exception() is None and undo is not None:
+                await asyncio.to_thread(undo, task.result())
             raise
 
     # Moving
@@ -209,16 +218,18 @@ class Saving(Places):
                 await target.health()
                 await self._bring_template(sandbox, target)
                 await move(target)
-            except BaseException:
+            except BaseException as error:
                 await target.close()
+                if isinstance(error, OSError):  # of a disk, here or there
+                    raise SandboxError(f"sandbox {sandbox.id} cannot move to {node}: {error}") from error
                 raise
 
         async def move(target: Node) -> None:
             async with self._snapshots.folder_of() as staged, self._standstill(sandbox, staged) as still:
                 snapshot = await asyncio.to_thread(self._snapshots.describe, staged, still.snapshot)
-                left_s = max(_LEAST_TTL_S, self._ends[sandbox.id] - asyncio.get_running_loop().time())
+                left_s = max(_LEAST_TTL_S, self._ends.get(sandbox.id, 0.0) - asyncio.get_running_loop().time())
                 told = sandbox.interests(clients or {})
-                told |= {"paused": still.was_paused, "lease_s": lease_s, "ttl_s": left_s}
+                told |= {"paused": sandbox.is_to_pause, "lease_s": lease_s, "ttl_s": left_s}
                 await target.arrive(sandbox.id, snapshot, staged, told)
                 runs_there = await target.commit(sandbox.id, lambda: sandbox.lost is not None)
                 if sandbox.lost is not None:  # it was killed meanwhile
@@ -234,7 +245,7 @@ class Saving(Places):
                 except SandboxError:  # it runs there, and cannot be reached
                     sandbox.mark_lost("node-lost")
                 finally:
-                    await self._finish(sandbox.id, MOVED)
+                    await self._let_go(sandbox)
 
         moving = self._moving[sandbox.id] = asyncio.create_task(self._to_the_end(sandbox, work))
         try:
@@ -244,6 +255,13 @@ class Saving(Places):
                 self._moving.pop(sandbox.id, None)
             else:
                 moving.add_done_callback(lambda task: self._moving.pop(sandbox.id, None))
+
+    async def _let_go(self, sandbox: ProcessSandbox) -> None:
+        """Of one that runs elsewhere, whatever becomes of what is left here."""
+        try:
+            await self._finish(sandbox.id, MOVED)
+        except SandboxError as error:
+            logging.warning("%s has moved, and what was here does not end: %s", sandbox.id, error)
 
     async def bring_template(self, sandbox: ProcessSandbox, node: str) -> None:
         """Has the node at an address know what a sandbox began with, before that moves there. See migrate."""

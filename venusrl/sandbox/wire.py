@@ -16,11 +16,15 @@ class WireError(ConnectionError):
     """The peer closed in the middle of a frame or sent an impossible length."""
 
 
+class FrameTooLong(WireError):
+    """It was not sent."""
+
+
 def pack(header: dict, body: bytes = b"") -> bytes:
     """One frame as bytes. Lone surrogates (undecodable file names) survive, as JSON escapes."""
     head = json.dumps(header, separators=(",", ":")).encode("ascii")
     if len(head) > MAX_HEADER_BYTES or len(body) > MAX_BODY_BYTES:
-        raise WireError(f"frame of {len(head)}+{len(body)} bytes is over the limit")
+        raise FrameTooLong(f"frame of {len(head)}+{len(body)} bytes is over the limit")
     return LENGTHS.pack(len(head), len(body)) + head + body
 
 

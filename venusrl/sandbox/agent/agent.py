@@ -21,12 +21,12 @@ from collections.abc import Callable
 from venusrl.sandbox.agent import files
 from venusrl.sandbox.agent.berth import ADOPTED, Berth
 from venusrl.sandbox.agent.job import Job, Spare
-from venusrl.sandbox.agent.tree import outside
+from venusrl.sandbox.agent.tree import exists, outside
 from venusrl.sandbox.agent.watch import Watcher
 from venusrl.sandbox.agent.wire import patiently, receive, send
 from venusrl.sandbox.spawner.limits import process_limit, read_oom_kills
 from venusrl.sandbox.spawner.namespaces import set_dumpable
-from venusrl.sandbox.wire import WireError
+from venusrl.sandbox.wire import FrameTooLong, WireError
 
 WORKSPACE = "/workspace"
 # Pipes kept open for background processes after their command returned, so that writing does not kill them.
@@ -36,6 +36,8 @@ _KILL_WAIT_S = 10.0
 _SPARE_S = 5.0  # that a shell waits for the next command
 _LONGEST_POLL_S = 3600.0  # poll(2) takes no more than 2^31 ms
 _SHOWN_BYTES = 80  # of a script, in the list of processes
+# Of a request: a path that is no text, a field of the wrong kind or not there, a number that is none of the kernel's.
+_BAD_FIELD = (ValueError, TypeError, KeyError, OverflowError, struct.error)
 
 
 class Agent:
@@ -137,10 +139,13 @@ class Agent:
             answer = serve(header, body) if serve is not None else files.serve(header["op"], header, body)
         except OSError as error:
             answer = {"errno": error.errno or errno.EIO}, b""
-        except (ValueError, TypeError, KeyError, struct.error):  # a path that is no text, a field of the wrong kind
+        except _BAD_FIELD:
             answer = {"errno": errno.EINVAL}, b""
         if answer is not None:
-            self._send({"id": header["id"], **answer[0]}, answer[1])
+            try:
+                self._send({"id": header["id"], **answer[0]}, answer[1])
+            except FrameTooLong:
+                self._send({"id": header["id"], "errno": errno.EFBIG})
 
     def _op_exec(self, header: dict, body: bytes):
         before = read_oom_kills(self._oom_fd)
@@ -214,6 +219,7 @@ class Agent:
         """Pauses, lets go of everything outside of the sandbox, and waits for a new owner; the answer says where."""
         self._op_pause(header, body)
         berth = Berth()
+        kills = read_oom_kills(self._oom_fd)
         self._send({"id": header["id"], "berth": berth.name.hex()})
         for fd in (self._control.fileno(), self._life_fd):
             self._ignore(fd)
@@ -229,6 +235,7 @@ class Agent:
         set_dumpable(False)
         self._oom_fd = oom[0] if oom else None
         for job in self._jobs.values() if greeting == ADOPTED else ():
+            job.oom_kills += read_oom_kills(self._oom_fd) - kills  # another cgroup has counted others
             job.attached = False
             self._set_window(job, None)
         self._greet()
@@ -329,7 +336,7 @@ class Agent:
     def _move(self, job: Job, fd: int) -> None:
         if fd == job.stdin and job.unsent:
             self._write(job)
-        if fd in job.outputs:
+        if fd in job.outputs and not job.held:
             self._read(job, fd)
 
     def _read(self, job: Job, fd: int) -> int:
@@ -361,8 +368,8 @@ class Agent:
 
     def _finish(self, job: Job) -> None:
         """Takes what the pipes hold now and answers; background writers keep the pipes."""
-        left = 1 << 20  # a pipe's largest size: more than this was written after the shell ended
         for fd in list(job.outputs):
+            left = 1 << 20  # a pipe's largest size: more than this was written after the shell ended
             while fd in job.outputs and left > 0:
                 count = self._read(job, fd)
                 if count == 0:
@@ -413,7 +420,7 @@ class Agent:
             if self._paused_at is None:
                 self._signal_all(signal.SIGCONT)
         give_up = time.monotonic() + _KILL_WAIT_S
-        while self._reap() and (not others or any(os.path.exists(f"/proc/{pid}") for pid in killed)):
+        while self._reap() and (not others or any(exists(pid) for pid in killed)):
             if time.monotonic() > give_up:
                 os._exit(1)  # something cannot be killed: the sandbox is no longer of use
             time.sleep(0.001)

@@ -59,10 +59,10 @@ def meet(pid: int, name: bytes, greeting: bytes, fds: list[int]) -> socket.socke
         connection.connect(name)
         socket.send_fds(connection, [greeting], fds)
         return connection
-    except OSError:
+    except OSError as error:
         if connection is not None:
             connection.close()
-        raise
+        raise OSError(errno.EIO, f"it does not wait: {error}") from error  # and the caller's own connection is well
     finally:
         os.close(own)
         if network >= 0:

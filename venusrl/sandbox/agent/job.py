@@ -114,7 +114,7 @@ class Job:
             boot, cwd = (_BOOT, []) if header["cwd"] is None else (_BOOT_IN, ["bash", _directory(header["cwd"])])
             actions.append((os.POSIX_SPAWN_DUP2, script, 3))
             self.pid = _spawn(boot % process_limit, cwd, {**environment, **header["env"]}, actions)
-        except OSError:
+        except BaseException:  # a field of the wrong kind, too
             self.close()
             raise
         finally:
@@ -213,7 +213,7 @@ class Job:
             failed = None if self.stdin >= 0 else errno.EPIPE
             if failed is None:
                 try:
-                    left = self._end_input() if data is None else data[os.write(self.stdin, data) :]
+                    left = self._end_input() if data is None else data[patiently(os.write, self.stdin, data) :]
                 except BlockingIOError:
                     return done
                 except OSError as error:
@@ -228,7 +228,7 @@ class Job:
     def _end_input(self) -> bytes:
         """What is left of that: nothing."""
         if self.has_terminal:
-            os.write(self.stdin, b"\x04")
+            patiently(os.write, self.stdin, b"\x04")
         else:
             os.close(self.stdin)
             self.stdin = -1

@@ -2,6 +2,8 @@
 
 import os
 
+from venusrl.sandbox.agent.wire import patiently
+
 
 def outside(roots: set[int]) -> list[int]:
     """Processes that belong to none of the commands whose shells are `roots`, this process excepted.
@@ -10,11 +12,10 @@ def outside(roots: set[int]) -> list[int]:
     left the session and whose parents have ended belongs to none.
     """
     parents, sessions = {}, {}
-    for entry in os.listdir("/proc"):
+    for entry in patiently(os.listdir, "/proc"):
         if entry.isdigit() and int(entry) != os.getpid():
             try:
-                with open(f"/proc/{entry}/stat", "rb") as f:
-                    fields = f.read().rpartition(b")")[2].split()
+                fields = patiently(_stat_of, entry).rpartition(b")")[2].split()
             except (FileNotFoundError, ProcessLookupError):
                 continue
             if fields[0] != b"Z":
@@ -28,3 +29,17 @@ def outside(roots: set[int]) -> list[int]:
         return False
 
     return [pid for pid in parents if not belongs(pid)]
+
+
+def exists(pid: int) -> bool:
+    """It has not been collected yet."""
+    try:
+        patiently(os.stat, f"/proc/{pid}")
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _stat_of(pid: str) -> bytes:
+    with open(f"/proc/{pid}/stat", "rb") as f:
+        return f.read()

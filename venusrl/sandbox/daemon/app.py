@@ -77,6 +77,7 @@ class Daemon:
         self._held: dict[str, _Held] = {}
         self._reasons: dict[str, str] = {}
         self._ending: set[asyncio.Task] = set()
+        self._rescued: set[str] = set()  # those that are being moved for want of memory
         self._moved: dict[str, str] = {}  # where those are that were here
         self._arrivals = Arrivals(pool, self._take_over)
         self.application = Starlette(
@@ -180,18 +181,21 @@ class Daemon:
 
     def pressed(self, sandbox: ProcessSandbox) -> None:
         """One that stands still for want of memory moves to the first of the other nodes that takes it."""
-        if self._peers:
+        if self._peers and sandbox.id not in self._rescued:
+            self._rescued.add(sandbox.id)
             self._spawn(self._rescue(sandbox.id))
 
     async def _rescue(self, sandbox_id: str) -> None:
-        for node in self._peers:
-            try:
-                await self._move(sandbox_id, node)
-                return
-            except _Moved:
-                return
-            except SandboxError as error:
-                logging.warning("%s is short of memory, and cannot move to %s: %s", sandbox_id, node, error)
+        try:
+            for node in self._peers:
+                try:
+                    return await self._move(sandbox_id, node)
+                except (_Moved, SandboxLost):
+                    return
+                except (SandboxError, OSError) as error:
+                    logging.warning("%s is short of memory, and cannot move to %s: %s", sandbox_id, node, error)
+        finally:
+            self._rescued.discard(sandbox_id)
 
     async def _resize(self, request: Request) -> Response:
         memory_bytes = (await _json(request)).get("memory_bytes")

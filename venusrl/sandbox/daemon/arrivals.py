@@ -188,7 +188,8 @@ class Arrivals:
             self._ran[sandbox_id] = None  # also when it has ended: it must not be thought of as never begun
             if len(self._ran) > _MOST_REMEMBERED:
                 del self._ran[next(iter(self._ran))]
-            if not arrival.about.get("paused"):
+            sandbox.is_to_pause = bool(arrival.about.get("paused"))
+            if not sandbox.is_to_pause:
                 await sandbox.resume()
         except BaseException:
             await self._pool.end(sandbox_id, "killed")

@@ -170,12 +170,19 @@ class Group:
             if os.path.exists(f"{directory}/pids.max"):
                 write(f"{directory}/pids.max", str(pids + _PIDS_HEADROOM))
         if self._oom_path is not None:
-            try:
-                self.resize(memory_bytes)
-            except OSError as error:
-                if error.errno != errno.EBUSY:
-                    raise
-                self.resize(self.usage()[0] + _SLACK_BYTES)
+            self.lend(memory_bytes, 0)
+
+    def lend(self, memory_bytes: int, more: int) -> None:
+        """So much more than its limit, or than it has where that is more; 0: the limit again, or what it has."""
+        if more:
+            self.resize(max(memory_bytes, self.usage()[0]) + more)
+            return
+        try:
+            self.resize(memory_bytes)
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+            self.resize(self.usage()[0] + _SLACK_BYTES)
 
     def processes(self) -> list[int]:
         """Pids of those that are in it."""

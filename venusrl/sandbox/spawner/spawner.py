@@ -7,13 +7,14 @@ control socket, or when the owner's pidfd says so (a fork of the owner could hol
 Messages are JSON, one a packet (SOCK_SEQPACKET).
   in:  create {id, disk_bytes, file_bytes, memory_bytes, pids, output_bytes, ttl_s, env, layer, build, oom, oom_wait_s},
        or a holder of a layer: create {id, memory_bytes, pids, ttl_s, hold}; restore {what create has, folder, criu,
-       base, berth, parked}; kill {id, reason}; usage; and, answered by `done`: resize {id, memory_bytes, request};
-       save {id, folder, criu, ghost_bytes, request}, of one whose agent has parked; meet {id, berth, request}
+       base, berth, parked}; kill {id, reason}; usage; and, answered by `done`: resize {id, memory_bytes, lent,
+       request}; save {id, folder, criu, ghost_bytes, request}, of one whose agent has parked; meet {id, berth, request}
   out: hello {mode, cgroups, seccomp}; created {id, pid} with the agent's socket; refused {id, error};
        gone {id, reason}; usage {rows: [id, bytes, kernel bytes], last}; pressure {id}, it waits for
        memory; done {request, error}, with the agent's socket where that was asked for
 """
 
+import contextlib
 import errno
 import gc
 import json
@@ -177,9 +178,17 @@ class Spawner:
             self._tell({"event": "pressure", "id": box.id})
 
     def _resize(self, box: Box, message: dict) -> None:
-        error = None
+        """One that is lent some gets none of it for its commands, which would not leave any: they stop before."""
+        error, lent = None, message.get("lent")
         try:
-            box.group.resize(message["memory_bytes"])
+            for pid in box.group.processes() if lent else ():
+                if pid != box.pid:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGSTOP)
+            if lent is None:
+                box.group.resize(message["memory_bytes"])
+            else:
+                box.group.lend(message["memory_bytes"], lent)
             box.gives_up = None
             if box.oom_event >= 0 and box.group.under_oom():
                 box.gives_up = time.monotonic() + box.oom_wait_s

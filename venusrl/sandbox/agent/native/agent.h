@@ -25,6 +25,7 @@ struct bytes {
 
 /* Whether to make a call again that has failed: it was interrupted, or lacked memory, and there may be some now. */
 bool again(void);
+void touch(void *memory, size_t size);
 void *take(size_t size);
 void *resized(void *memory, size_t size);
 char *take_string(const char *text, size_t size);
@@ -63,6 +64,8 @@ struct frame {
     char *head, *body;
     size_t head_size, body_size;
 };
+
+#define MOST_HEAD (16u << 20) /* as wire.py has it */
 
 struct frame receive(int fd);
 void send_frame(int fd, const struct bytes *head, const char *body, size_t body_size);
@@ -166,6 +169,7 @@ struct end {
 };
 
 int begin(const struct value *header, struct frame *frame);
+int64_t oom_kills(void); /* of the sandbox, so far */
 struct job *find(int64_t number);
 struct job *running(const struct value *header);
 struct end *find_end(int64_t number);

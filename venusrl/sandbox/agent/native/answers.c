@@ -1,5 +1,6 @@
 #include "agent.h"
 
+#include <errno.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -8,7 +9,8 @@ void answer(int64_t request, const char *fields, const char *body, size_t size) 
     addf(&head, "{\"id\":%lld", (long long)request);
     add(&head, fields, strlen(fields));
     add(&head, "}", 1);
-    send_frame(here.control, &head, body, size);
+    if (head.size > MOST_HEAD) answer_error(request, EFBIG);
+    else send_frame(here.control, &head, body, size);
     drop(&head);
 }
 

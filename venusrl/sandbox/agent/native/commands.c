@@ -143,10 +143,11 @@ static void free_job(struct job *job) {
 
 /* Takes what the pipes hold now, and answers; background writers keep the pipes. */
 void finish(struct job *job) {
-    size_t left = 1 << 20; /* a pipe's largest size: more than this was written after the shell ended */
-    for (int i = 0; i < 2; i++)
+    for (int i = 0; i < 2; i++) {
+        size_t left = 1 << 20; /* a pipe's largest size: more than this was written after the shell ended */
         for (size_t got = 1; job->outputs[i] >= 0 && left && got; left -= got < left ? got : left)
             got = move_output(job, i);
+    }
     for (int i = 0; i < 2; i++)
         if (job->outputs[i] >= 0 && !job->terminal) {
             if (here.old_pipe_count == MOST_OLD_PIPES) close_old(0);

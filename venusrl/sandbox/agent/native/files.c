@@ -56,8 +56,7 @@ static int make_parents(char *path) {
         *at = 0;
         int failed = mkdir(path, 0777) ? errno : 0;
         struct stat info;
-        if (failed == EEXIST && !stat(path, &info) && S_ISDIR(info.st_mode)) failed = 0;
-        else if (failed && failed != EEXIST && !stat(path, &info) && S_ISDIR(info.st_mode)) failed = 0;
+        if (failed && !stat(path, &info)) failed = S_ISDIR(info.st_mode) ? 0 : ENOTDIR;
         *at = '/';
         if (failed) return -failed;
     }

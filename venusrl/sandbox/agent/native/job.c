@@ -313,6 +313,7 @@ double due(const struct job *job) {
 
 ssize_t read_job(struct job *job, int at, char *buffer, size_t room) {
     ssize_t got;
+    if (job->terminal) touch(buffer, room); /* a terminal forgets what it could not hand over */
     do got = read(job->outputs[at], buffer, room);
     while (got < 0 && again());
     if (got < 0 && errno == EAGAIN) return -EAGAIN;
@@ -326,15 +327,25 @@ ssize_t read_job(struct job *job, int at, char *buffer, size_t room) {
     return 0;
 }
 
+static ssize_t write_patiently(int fd, const char *data, size_t size) {
+    ssize_t written;
+    do written = write(fd, data, size);
+    while (written < 0 && again());
+    return written;
+}
+
 /* Writes the first of what is unsent: 1 when all of it is written, 0 when there is no room, or -errno. */
 static int write_first(struct job *job, struct input *input) {
     if (job->stdin_fd < 0) return -EPIPE;
     if (!input->data) {
-        if (job->terminal) return write(job->stdin_fd, "\x04", 1) == 1 ? 1 : errno == EAGAIN ? 0 : -errno;
+        if (job->terminal) {
+            ssize_t ended = write_patiently(job->stdin_fd, "\x04", 1);
+            return ended == 1 ? 1 : errno == EAGAIN ? 0 : -errno;
+        }
         close_fd(&job->stdin_fd);
         return 1;
     }
-    ssize_t written = write(job->stdin_fd, input->data + input->done, input->size - input->done);
+    ssize_t written = write_patiently(job->stdin_fd, input->data + input->done, input->size - input->done);
     if (written < 0) return errno == EAGAIN ? 0 : -errno;
     input->done += (size_t)written;
     return input->done == input->size;

@@ -12,11 +12,17 @@
 #define ROOM (64 * 1024) /* about what the kernel takes for a call */
 #define TRIES 100
 
+/* Its pages are there from now on; what was in it is not. */
+void touch(void *memory, size_t size) {
+    for (size_t at = 0; at < size; at += 4096) ((volatile char *)memory)[at] = 1;
+    if (size) ((volatile char *)memory)[size - 1] = 1;
+}
+
 /* Where a sandbox stands still for want of memory (oom="hold"), who touches a page waits for it, while calls fail:
    ENOBUFS those that send, ENFILE those that make a socket, EFAULT those that read into a page that is new. */
 static void await_memory(void) {
     static char room[ROOM] __attribute__((aligned(4096)));
-    for (size_t at = 0; at < ROOM; at += 4096) ((volatile char *)room)[at] = 1;
+    touch(room, ROOM);
     madvise(room, ROOM, MADV_DONTNEED);
     usleep(1000);
 }

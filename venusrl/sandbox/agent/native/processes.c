@@ -2,6 +2,7 @@
 
 #include <ctype.h>
 #include <dirent.h>
+#include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -15,9 +16,13 @@ struct process {
 static bool look_at(pid_t pid, struct process *process) {
     char path[64], text[1024], state;
     snprintf(path, sizeof path, "/proc/%d/stat", pid);
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    int fd;
+    do fd = open(path, O_RDONLY | O_CLOEXEC);
+    while (fd < 0 && again());
     if (fd < 0) return false;
-    ssize_t size = read(fd, text, sizeof text - 1);
+    ssize_t size;
+    do size = read(fd, text, sizeof text - 1);
+    while (size < 0 && again());
     close(fd);
     if (size <= 0) return false;
     text[size] = 0;
@@ -44,11 +49,23 @@ static bool belongs(pid_t pid, const struct process *all, size_t count, const pi
     return false;
 }
 
+/* Or NULL at the end. What cannot be looked at for want of memory is waited for: it is not gone. */
+static struct dirent *next_entry(DIR *directory) {
+    struct dirent *entry;
+    do {
+        errno = 0;
+        entry = readdir(directory);
+    } while (!entry && errno && again());
+    return entry;
+}
+
 /* Processes that belong to none of the commands whose shells are `roots`; the caller frees them. */
 size_t processes_outside(const pid_t *roots, size_t count, pid_t **found) {
     struct bytes all = {0}, outside = {0};
-    DIR *directory = opendir("/proc");
-    for (struct dirent *entry; directory && (entry = readdir(directory)); ) {
+    DIR *directory;
+    do directory = opendir("/proc");
+    while (!directory && again());
+    for (struct dirent *entry; directory && (entry = next_entry(directory)); ) {
         struct process process;
         pid_t pid = (pid_t)atoi(entry->d_name);
         if (isdigit((unsigned char)entry->d_name[0]) && pid != getpid() && look_at(pid, &process))
@@ -68,5 +85,8 @@ size_t processes_outside(const pid_t *roots, size_t count, pid_t **found) {
 bool exists(pid_t pid) {
     char path[64];
     snprintf(path, sizeof path, "/proc/%d", pid);
-    return access(path, F_OK) == 0;
+    int failed;
+    do failed = access(path, F_OK);
+    while (failed && again());
+    return !failed || errno != ENOENT;
 }

@@ -98,6 +98,7 @@ static int berth(int64_t request, bool *is_new) {
     if (listener < 0) return listener;
     snprintf(text, sizeof text, ",\"berth\":\"%s\"", name);
     answer(request, text, NULL, 0);
+    int64_t kills = oom_kills();
     close(here.control);
     close(here.life);
     if (here.oom >= 0) close(here.oom);
@@ -110,6 +111,8 @@ static int berth(int64_t request, bool *is_new) {
     here.life = fds[0];
     here.oom = count > 1 ? fds[1] : -1;
     *is_new = greeting == '2';
+    kills -= oom_kills(); /* another cgroup has counted others */
+    for (struct job *job = here.jobs; job && *is_new; job = job->next) job->oom_kills -= kills;
     return 0;
 }
 

@@ -77,6 +77,7 @@ static const char *kind_of(uint32_t mask) {
 void read_watches(void (*tell)(int64_t, const char *)) {
     static char buffer[65536] __attribute__((aligned(8)));
     ssize_t size;
+    touch(buffer, sizeof buffer); /* the kernel forgets what it could not hand over */
     do size = read(inotify, buffer, sizeof buffer);
     while (size < 0 && again());
     for (char *at = buffer; at < buffer + (size > 0 ? size : 0); ) {

@@ -5,7 +5,6 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#define MOST_HEAD (16u << 20)
 #define MOST_BODY (1u << 30)
 
 static void receive_exactly(int fd, void *to, size_t size) {
