@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -278,13 +278,18 @@ async def test_want_of_memory_moves_it_between_daemons(tmp_path):
     """To the first that can take it: not one that does not answer, nor one whose disk is full."""
     small = tmp_path / "small"
     small.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", small], check=True)
-    with key_file() as path:
-        third, full = start_daemon("--max_sandboxes=2", f"--key_file={path}", f"--snapshots={small}/s")
-        second, there = start_daemon("--max_sandboxes=2", f"--key_file={path}")
-        peers = f"--peers=http://127.0.0.1:9,{full},{there}"
-        first, here = start_daemon("--max_sandboxes=2", f"--key_file={path}", peers)
-    try:
+    with ExitStack() as ending:
+
+        def started(*flags):
+            daemon, address = start_daemon("--max_sandboxes=2", f"--key_file={path}", *flags)
+            ending.callback(end, daemon)
+            return address
+
+        path = ending.enter_context(key_file())
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", small], check=True)
+        ending.callback(subprocess.run, ["umount", small], check=True)
+        full, there = started(f"--snapshots={small}/s"), started()
+        here = started(f"--peers=http://127.0.0.1:9,{full},{there}")
         async with Node(here) as a, Node(there) as b:
             if (await a.health())["cgroups"]["memory"] != "v1":
                 pytest.skip("no writable memory cgroup of version 1 on this host")
@@ -296,9 +301,6 @@ async def test_want_of_memory_moves_it_between_daemons(tmp_path):
             lost = await a.create(Template("alone", memory_bytes=80 << 20, oom="hold", oom_wait_s=1.0))
             with pytest.raises(SandboxLost, match="oom"):  # there it has no more than here
                 await lost.exec(HOG, timeout_s=30)
-    finally:
-        end(first), end(second), end(third)
-        subprocess.run(["umount", small], check=True)
 
 
 # What goes wrong: it goes on where it is
@@ -453,6 +455,21 @@ def test_where_no_agent_waits_is_no_broken_connection():
     with pytest.raises(OSError) as caught:
         meet(os.getpid(), b"\0nobody waits here", KEPT, [0])
     assert not isinstance(caught.value, ConnectionError)
+
+
+async def test_kills_of_before_a_move_are_known_after_it(nodes):
+    a, b = nodes
+    if not (await a.health())["cgroups"]["memory"]:
+        pytest.skip("no writable memory cgroup on this host")
+    sandbox = await a.create(Template("small", memory_bytes=48 << 20, disk_bytes=8 << 20))
+    begun = await sandbox.start(f"{HOG}; echo killed; sleep 1.5")
+    async for output in begun:
+        if b"killed" in output.data:
+            break
+    quiet = await sandbox.start("sleep 1.5")
+    await sandbox.migrate(b.address)
+    assert (await begun.wait()).oom and not (await quiet.wait()).oom
+    assert (await sandbox.exec(HOG)).oom
 
 
 async def test_a_sender_that_gives_up_leaves_nothing(tmp_path):

@@ -13,11 +13,11 @@ from venusrl.core.errors import ConfigError, SandboxLost, SandboxUnsupported
 from venusrl.sandbox.agent.files import CHUNK_BYTES
 from venusrl.sandbox.contract import MIB, ExecResult, FileChange, FileInfo, ProcessInfo, Template
 from venusrl.sandbox.keeper import Keeper
+from venusrl.sandbox.pauses import Pauses
 from venusrl.sandbox.process import WINDOW_BYTES, RemoteProcess, check_size
 from venusrl.sandbox.requests import add_changes, command, exec_result, unfollowed
 from venusrl.sandbox.wire import WireError, pack, read_frame, unpack
 
-_CONTROL_S = 900.0  # for the answer to a pause or a resume, which comes after what saves the sandbox is done
 _GRACE_S = 30.0  # after a deadline; an agent that has not answered by then is broken, and its sandbox is killed
 _REASON_WAIT_S = 5.0  # that the reason of a sandbox's end may come after its socket closed
 RANGE = 1 << 32  # ids of one client
@@ -38,6 +38,8 @@ class ProcessSandbox:
     Attributes:
       foreign: takes what is for clients of other ranges.
       ranges: of ids that are taken, this client's among them.
+      pauses: of the sandbox.
+      control_s: seconds that the answer to a pause may take where it cannot be seen why it does.
     """
 
     def __init__(
@@ -67,12 +69,8 @@ class ProcessSandbox:
         self.ranges = self._range + 1
         self.foreign: Callable[[dict, bytes], None] = lambda header, body: None
         self._parked: list[bytes] | None = None  # frames that wait while nobody takes them
-        self._paused_since: float | None = None
-        self._paused_s = 0.0
-        self._running = asyncio.Event()
-        self._running.set()
-        self._set_paused(paused)
-        self.is_to_pause = False  # as its users asked last, also while it is saved
+        self.pauses = Pauses(paused)
+        self.control_s: float | None = None
         self._receiver = self._loop.create_task(self._receive())
 
     def is_ready(self) -> None:
@@ -200,30 +198,21 @@ class ProcessSandbox:
     async def pause(self) -> None:
         """See Sandbox.pause. Calls made while paused wait for resume."""
         self._check_alive()
-        self._set_paused(True)
-        self.is_to_pause = True
+        self.pauses.note(True)
+        self.pauses.asked = True
         await self._control("pause")
 
     async def resume(self) -> None:
         """See Sandbox.resume."""
-        self.is_to_pause = False
+        self.pauses.asked = False
         await self._control("resume")
-        self._set_paused(False)
+        if not self.pauses.asked:
+            self.pauses.note(False)
 
     def resume_soon(self) -> None:
         """Without a word of the agent's, which may have no memory to say one."""
-        self.is_to_pause = False
+        self.pauses.asked = False
         self._tell({"op": "resume"})
-
-    def _set_paused(self, paused: bool) -> None:
-        """As this client asked, or as the sandbox says that another did."""
-        if paused and self._paused_since is None:
-            self._paused_since = self._loop.time()
-            self._running.clear()
-        elif not paused and self._paused_since is not None:
-            self._paused_s += self._loop.time() - self._paused_since
-            self._paused_since = None
-            self._running.set()
 
     async def snapshot(self) -> str:
         """See Sandbox.snapshot."""
@@ -239,7 +228,7 @@ class ProcessSandbox:
         """Stops it, and lets go of the agent, which waits under the name that is returned; or `stays` where it is,
         and says nothing more until `unpark`. For who saves it."""
         self._check_alive()
-        self._set_paused(True)
+        self.pauses.note(True)
         _, future = self._send({"op": "park", "stays": stays}, b"")
         self._parked = []
         try:
@@ -329,7 +318,7 @@ class ProcessSandbox:
 
     @property
     def paused(self) -> bool:
-        return self._paused_since is not None
+        return self.pauses.now
 
     def when_lost(self, mourner: Callable[[str], None]) -> Callable[[], None]:
         """Calls with the reason when it is gone, at once where it is; what is returned takes that back."""
@@ -344,7 +333,7 @@ class ProcessSandbox:
             return
         self._lost = reason
         self._lost_event.set()
-        self._running.set()
+        self.pauses.end()
         if not self._ready.done():
             self._ready.set_exception(SandboxLost(self.id, reason))
             self._ready.exception()  # seen: start() may never be awaited
@@ -372,7 +361,7 @@ class ProcessSandbox:
         """A request of a client of another range, as it is; what comes of it goes to `foreign`."""
         self._check_alive()
         if header.get("op") in ("pause", "resume"):
-            self.is_to_pause = header["op"] == "pause"
+            self.pauses.asked = header["op"] == "pause"
         self._write(pack(header, body))
 
     def _write(self, frame: bytes) -> None:
@@ -387,7 +376,7 @@ class ProcessSandbox:
 
     async def _until_running(self) -> None:
         self._check_alive()
-        await self._running.wait()
+        await self.pauses.over()
         self._check_alive()
 
     # Requests
@@ -430,14 +419,21 @@ class ProcessSandbox:
         return await self._answer(future, _GRACE_S, path)
 
     async def _control(self, op: str) -> None:
-        """Answered at once, paused or not, by an agent that is well."""
+        """Answered at once, paused or not, by an agent that is well, and after it has been saved."""
         self._check_alive()
         _, future = self._send({"op": op}, b"")
-        done, _ = await asyncio.wait({future}, timeout=_CONTROL_S)
-        if not done:
-            self.mark_lost("node-lost")
-            await self._keeper.end(self.id, "node-lost")
+        while not future.done():
+            is_parked = self._parked is not None  # then it goes out, or has, once it is saved
+            await asyncio.wait({future}, timeout=self.control_s or self._patient(_GRACE_S))
+            if not (future.done() or is_parked or self._parked is not None):
+                self.mark_lost("node-lost")
+                await self._keeper.end(self.id, "node-lost")
         await self._answer(future, 0.0)
+
+    def _patient(self, seconds: float | None) -> float:
+        """An agent may wait for memory, too; the spawner sees to it that this ends. None: for ever."""
+        waits = self.template.oom_wait_s if self.template.oom == "hold" else 0.0
+        return math.inf if seconds is None else seconds + waits
 
     def _send(self, header: dict, body: bytes = b"") -> tuple[int, asyncio.Future]:
         """Queues one frame whole, so that a cancelled caller cannot leave half of one."""
@@ -454,13 +450,10 @@ class ProcessSandbox:
         self, future: asyncio.Future, patience_s: float | None, path: str | None = None
     ) -> tuple[dict, bytes]:
         """The answer, or SandboxLost. `patience_s` bounds the wait, not counting time paused; None: nothing does."""
-        patience_s = math.inf if patience_s is None else patience_s
-        if self.template.oom == "hold":  # the agent waits for memory too; the spawner sees to it that this ends
-            patience_s += self.template.oom_wait_s
-        give_up = self._loop.time() + patience_s - self._paused_s
+        give_up = self._loop.time() + self._patient(patience_s) - self.pauses.seconds
         while not future.done():
-            left = give_up + self._paused_s - self._loop.time()
-            if left <= 0 and self._paused_since is None:
+            left = give_up + self.pauses.seconds - self._loop.time()
+            if left <= 0 and not self.pauses.now:
                 self.mark_lost("node-lost")
                 await self._keeper.end(self.id, "node-lost")
                 break
@@ -481,7 +474,7 @@ class ProcessSandbox:
                     self.is_ready()
                     continue
                 if "paused" in answer:
-                    self._set_paused(answer["paused"])
+                    self.pauses.note(answer["paused"])
                     self.foreign(answer, body)
                     continue
                 number = answer.get("id", answer.get("job", answer.get("watch", 0)))

@@ -47,7 +47,7 @@ class Standstill(ABC):
         if self.is_gone or self.sandbox.lost is not None:
             return
         await self.unpark()
-        if not self.sandbox.is_to_pause:
+        if not self.sandbox.pauses.asked:
             await self.go_on()
 
     async def go_on(self) -> None:
@@ -178,20 +178,24 @@ class Saving(Places):
     ) -> Snapshot | None:
         """One at a time; a caller who gives up must not leave it parked, and what came of it then is undone."""
         await asyncio.to_thread(self.saver)
+        is_wanted = True
 
         async def locked():
             async with self._locks.setdefault(sandbox.id, asyncio.Lock()):
                 if self._alive.get(sandbox.id) is not sandbox:
                     raise SandboxLost(sandbox.id, sandbox.lost or MOVED)
-                return await work()
+                done = await work()
+            if undo is not None and not is_wanted:
+                await asyncio.to_thread(undo, done)
+            return done
 
         task = asyncio.create_task(locked())
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
+            is_wanted = False
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen
             await asyncio.wait({task})
-            if not task.cancelled() and task.exception() is None and undo is not None:
-                await asyncio.to_thread(undo, task.result())
             raise
 
     # Moving
@@ -229,7 +233,7 @@ class Saving(Places):
                 snapshot = await asyncio.to_thread(self._snapshots.describe, staged, still.snapshot)
                 left_s = max(_LEAST_TTL_S, self._ends.get(sandbox.id, 0.0) - asyncio.get_running_loop().time())
                 told = sandbox.interests(clients or {})
-                told |= {"paused": sandbox.is_to_pause, "lease_s": lease_s, "ttl_s": left_s}
+                told |= {"paused": sandbox.pauses.asked, "lease_s": lease_s, "ttl_s": left_s}
                 await target.arrive(sandbox.id, snapshot, staged, told)
                 runs_there = await target.commit(sandbox.id, lambda: sandbox.lost is not None)
                 if sandbox.lost is not None:  # it was killed meanwhile

@@ -138,7 +138,10 @@ class Agent:
         try:
             answer = serve(header, body) if serve is not None else files.serve(header["op"], header, body)
         except OSError as error:
-            answer = {"errno": error.errno or errno.EIO}, b""
+            lacks = error.errno == errno.EFAULT  # a page for what the kernel says
+            answer = {"errno": errno.ENOMEM if lacks else error.errno or errno.EIO}, b""
+        except MemoryError:
+            answer = {"errno": errno.ENOMEM}, b""
         except _BAD_FIELD:
             answer = {"errno": errno.EINVAL}, b""
         if answer is not None:
@@ -234,8 +237,9 @@ class Agent:
         self._control, greeting, (self._life_fd, *oom) = berth.wait()
         set_dumpable(False)
         self._oom_fd = oom[0] if oom else None
+        for job in self._jobs.values():  # where it has moved, another cgroup has counted others
+            job.oom_kills += read_oom_kills(self._oom_fd) - kills
         for job in self._jobs.values() if greeting == ADOPTED else ():
-            job.oom_kills += read_oom_kills(self._oom_fd) - kills  # another cgroup has counted others
             job.attached = False
             self._set_window(job, None)
         self._greet()

@@ -58,7 +58,10 @@ def _read(path: str, offset: int, max_bytes: int) -> tuple[dict, bytes]:
 def _write(path: str, offset: int, mode: int, data: bytes) -> tuple[dict, bytes]:
     parent = os.path.dirname(path)
     if offset == 0:
-        os.makedirs(parent, exist_ok=True)
+        try:
+            os.makedirs(parent, exist_ok=True)
+        except FileExistsError:
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
     flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
     fd = os.open(path, flags, 0o600)
     try:

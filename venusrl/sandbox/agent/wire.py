@@ -26,6 +26,8 @@ def patiently(call: Callable, *arguments, want: tuple[int, ...] = _WANT):
     while True:
         try:
             return call(*arguments)
+        except MemoryError:
+            pass
         except OSError as error:
             if error.errno not in want:
                 raise
@@ -49,7 +51,7 @@ def receive(sock) -> tuple[dict, bytes]:
 
 
 def _exactly(sock, count: int) -> bytes:
-    buffer = bytearray(count)
+    buffer = patiently(bytearray, count)
     view, done = memoryview(buffer), 0
     while done < count:
         got = patiently(sock.recv_into, view[done:])

@@ -12,6 +12,7 @@ A sandbox whose last client has gone ends when its lease does. Bytes in JSON are
 
 import asyncio
 import base64
+import errno
 import hmac
 import logging
 import re
@@ -31,13 +32,14 @@ from venusrl.sandbox.codec import from_json, to_json
 from venusrl.sandbox.daemon.arrivals import KEY_HEADER, Arrivals
 from venusrl.sandbox.daemon.hub import Hub
 from venusrl.sandbox.saving import MOVED, Saving
-from venusrl.sandbox.wire import pack, unpack
+from venusrl.sandbox.wire import FrameTooLong, pack, unpack
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 _STATUS = {ConfigError: 400, SandboxLost: 410, SandboxUnsupported: 501, SandboxCapacity: 503}
 _RETRY_S = 1
 _HOLD_S = 2.0  # that clients may take to say that they hold on
 _LOOK_S = 0.1
+_RESCUE_S = 1.0  # until nodes are asked again to take one that is short of memory
 _MAX_REASONS = 1000  # ends that are remembered
 _GONE = 4410  # code of a web socket that is closed since its sandbox is gone; the reason is why
 
@@ -77,7 +79,7 @@ class Daemon:
         self._held: dict[str, _Held] = {}
         self._reasons: dict[str, str] = {}
         self._ending: set[asyncio.Task] = set()
-        self._rescued: set[str] = set()  # those that are being moved for want of memory
+        self._pressed: dict[str, bool] = {}  # those that are being moved for want of memory: they wanted it again
         self._moved: dict[str, str] = {}  # where those are that were here
         self._arrivals = Arrivals(pool, self._take_over)
         self.application = Starlette(
@@ -181,21 +183,26 @@ class Daemon:
 
     def pressed(self, sandbox: ProcessSandbox) -> None:
         """One that stands still for want of memory moves to the first of the other nodes that takes it."""
-        if self._peers and sandbox.id not in self._rescued:
-            self._rescued.add(sandbox.id)
+        if sandbox.id in self._pressed:
+            self._pressed[sandbox.id] = True
+        elif self._peers:
             self._spawn(self._rescue(sandbox.id))
 
     async def _rescue(self, sandbox_id: str) -> None:
+        self._pressed[sandbox_id] = True
         try:
-            for node in self._peers:
-                try:
-                    return await self._move(sandbox_id, node)
-                except (_Moved, SandboxLost):
-                    return
-                except (SandboxError, OSError) as error:
-                    logging.warning("%s is short of memory, and cannot move to %s: %s", sandbox_id, node, error)
+            while self._pressed[sandbox_id]:
+                self._pressed[sandbox_id] = False
+                for node in self._peers:
+                    try:
+                        return await self._move(sandbox_id, node)
+                    except (_Moved, SandboxLost):
+                        return
+                    except (SandboxError, OSError) as error:
+                        logging.warning("%s is short of memory, and cannot move to %s: %s", sandbox_id, node, error)
+                await asyncio.sleep(_RESCUE_S)
         finally:
-            self._rescued.discard(sandbox_id)
+            del self._pressed[sandbox_id]
 
     async def _resize(self, request: Request) -> Response:
         memory_bytes = (await _json(request)).get("memory_bytes")
@@ -359,7 +366,7 @@ class Daemon:
         back = socket.query_params.get("first_id")
         try:
             first_id = held.hub.attach(
-                lambda header, body: outgoing.put_nowait(pack(header, body)), None if back is None else int(back)
+                lambda header, body: outgoing.put_nowait(_frame(header, body)), None if back is None else int(back)
             )
         except (KeyError, ValueError):
             held.clients -= 1
@@ -393,6 +400,16 @@ class Daemon:
             while (message := await outgoing.get()) is not None:
                 await socket.send_bytes(message)
             await socket.close(_GONE, held.sandbox.lost or "node-lost")
+
+
+def _frame(header: dict, body: bytes) -> bytes:
+    """Of what an agent said, whose frames write text more shortly than those to clients."""
+    try:
+        return pack(header, body)
+    except FrameTooLong:
+        if "watch" in header:
+            return pack({**header, "events": [["lost", ""]]})
+        return pack({"id": header["id"], "errno": errno.EFBIG})
 
 
 async def _json(request: Request) -> dict:

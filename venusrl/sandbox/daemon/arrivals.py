@@ -181,16 +181,17 @@ class Arrivals:
         return True
 
     async def _activate(self, sandbox_id: str, arrival: Arrival) -> None:
+        def begin(sandbox: ProcessSandbox) -> None:
+            sandbox.pauses.asked = bool(arrival.about.get("paused"))
+            self._begin(sandbox, arrival.about)
+
         try:
-            sandbox = await self._pool.activate(
-                sandbox_id, arrival.snapshot, lambda sandbox: self._begin(sandbox, arrival.about)
-            )
+            sandbox = await self._pool.activate(sandbox_id, arrival.snapshot, begin)
             self._ran[sandbox_id] = None  # also when it has ended: it must not be thought of as never begun
             if len(self._ran) > _MOST_REMEMBERED:
                 del self._ran[next(iter(self._ran))]
-            sandbox.is_to_pause = bool(arrival.about.get("paused"))
-            if not sandbox.is_to_pause:
-                await sandbox.resume()
+            if not sandbox.pauses.asked:
+                sandbox.resume_soon()
         except BaseException:
             await self._pool.end(sandbox_id, "killed")
             raise

@@ -80,7 +80,7 @@ class Node:
     def __init__(self, address: str, *, lease_s: float = 60.0, wait_s: float = 900.0, key: str = ""):
         self.address = address
         self._lease_s = lease_s
-        self._wait_s = wait_s
+        self.wait_s = wait_s
         self._path = address.removeprefix("unix:") if address.startswith("unix:") else None
         transport = None if self._path is None else httpx.AsyncHTTPTransport(uds=self._path)
         base = address if self._path is None else "http://node"
@@ -264,7 +264,7 @@ class Node:
     def other(self, address: str) -> Node:
         """The daemon at another address, for as long as this one is in use."""
         if address not in self._others:
-            self._others[address] = Node(address, lease_s=self._lease_s, wait_s=self._wait_s)
+            self._others[address] = Node(address, lease_s=self._lease_s, wait_s=self.wait_s)
         return self._others[address]
 
     async def arrived(self, sandbox_id: str) -> str | None:
@@ -325,6 +325,7 @@ class _Pump:
         streams = self._reader, self._stream
         if self.sandbox is None:
             self.sandbox = ProcessSandbox(self._id, self._template, streams, self._node, first["first_id"])
+            self.sandbox.control_s = self._node.wait_s  # the daemon sees whether it is being saved
             self._reader.feed_data(pack({"ready": True}))
         elif first_id is not None and self.sandbox.is_parked:
             self._reader.feed_data(pack({"ready": True}))

@@ -187,11 +187,11 @@ class Spawner:
                         os.kill(pid, signal.SIGSTOP)
             if lent is None:
                 box.group.resize(message["memory_bytes"])
+                box.gives_up = None
+                if box.oom_event >= 0 and box.group.under_oom():
+                    box.gives_up = time.monotonic() + box.oom_wait_s
             else:
                 box.group.lend(message["memory_bytes"], lent)
-            box.gives_up = None
-            if box.oom_event >= 0 and box.group.under_oom():
-                box.gives_up = time.monotonic() + box.oom_wait_s
         except OSError as refused:
             error = f"{refused.strerror}"
         self._tell({"event": "done", "request": message["request"], "error": error})

@@ -111,8 +111,8 @@ static int berth(int64_t request, bool *is_new) {
     here.life = fds[0];
     here.oom = count > 1 ? fds[1] : -1;
     *is_new = greeting == '2';
-    kills -= oom_kills(); /* another cgroup has counted others */
-    for (struct job *job = here.jobs; job && *is_new; job = job->next) job->oom_kills -= kills;
+    kills -= oom_kills(); /* where it has moved, another cgroup has counted others */
+    for (struct job *job = here.jobs; job; job = job->next) job->oom_kills -= kills;
     return 0;
 }
 
