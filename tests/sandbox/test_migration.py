@@ -3,11 +3,10 @@
 import asyncio
 import os
 import random
-import subprocess
 import tempfile
 import threading
 import time
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -251,58 +250,6 @@ async def test_a_template_that_comes_damaged_is_not_kept(nodes, tmp_path):
     await b_with_key.close()
 
 
-HOG = "python3 -I -S -c 'x = bytearray(1) * (120 << 20); print(len(x) >> 20)'"
-
-
-async def test_want_of_memory_moves_it(nodes, tmp_path):
-    """It stands still when it has used up what it was given, and goes on where there is more."""
-    _, b = nodes
-    moves = []
-    async with SandboxPool(
-        max_sandboxes=1,
-        snapshots=tmp_path,
-        key=KEY,
-        on_pressure=lambda sandbox: moves.append(asyncio.create_task(sandbox.migrate(b.address))),
-    ) as pool:
-        if pool.host["cgroups"]["memory"] != "v1":
-            pytest.skip("no writable memory cgroup of version 1 on this host")
-        sandbox = await pool.create(Template("grows", memory_bytes=256 << 20, oom="hold"))
-        await pool.resize(sandbox, 64 << 20)
-        result = await sandbox.exec(HOG, timeout_s=30)
-        assert (result.text, result.exit_code, result.oom) == ("120\n", 0, False)
-        await asyncio.gather(*moves)
-        assert pool.stats().ended == {"moved": 1} and len(await b.list()) == 1
-
-
-async def test_want_of_memory_moves_it_between_daemons(tmp_path):
-    """To the first that can take it: not one that does not answer, nor one whose disk is full."""
-    small = tmp_path / "small"
-    small.mkdir()
-    with ExitStack() as ending:
-
-        def started(*flags):
-            daemon, address = start_daemon("--max_sandboxes=2", f"--key_file={path}", *flags)
-            ending.callback(end, daemon)
-            return address
-
-        path = ending.enter_context(key_file())
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", small], check=True)
-        ending.callback(subprocess.run, ["umount", small], check=True)
-        full, there = started(f"--snapshots={small}/s"), started()
-        here = started(f"--peers=http://127.0.0.1:9,{full},{there}")
-        async with Node(here) as a, Node(there) as b:
-            if (await a.health())["cgroups"]["memory"] != "v1":
-                pytest.skip("no writable memory cgroup of version 1 on this host")
-            sandbox = await a.create(Template("grows", memory_bytes=256 << 20, oom="hold"))
-            await a.resize(sandbox, 64 << 20)
-            assert (await sandbox.exec(HOG, timeout_s=30)).text == "120\n"
-            await until_empty(a)
-            assert [row["id"] for row in await b.list()] == [sandbox.id]
-            lost = await a.create(Template("alone", memory_bytes=80 << 20, oom="hold", oom_wait_s=1.0))
-            with pytest.raises(SandboxLost, match="oom"):  # there it has no more than here
-                await lost.exec(HOG, timeout_s=30)
-
-
 # What goes wrong: it goes on where it is
 
 
@@ -455,21 +402,6 @@ def test_where_no_agent_waits_is_no_broken_connection():
     with pytest.raises(OSError) as caught:
         meet(os.getpid(), b"\0nobody waits here", KEPT, [0])
     assert not isinstance(caught.value, ConnectionError)
-
-
-async def test_kills_of_before_a_move_are_known_after_it(nodes):
-    a, b = nodes
-    if not (await a.health())["cgroups"]["memory"]:
-        pytest.skip("no writable memory cgroup on this host")
-    sandbox = await a.create(Template("small", memory_bytes=48 << 20, disk_bytes=8 << 20))
-    begun = await sandbox.start(f"{HOG}; echo killed; sleep 1.5")
-    async for output in begun:
-        if b"killed" in output.data:
-            break
-    quiet = await sandbox.start("sleep 1.5")
-    await sandbox.migrate(b.address)
-    assert (await begun.wait()).oom and not (await quiet.wait()).oom
-    assert (await sandbox.exec(HOG)).oom
 
 
 async def test_a_sender_that_gives_up_leaves_nothing(tmp_path):

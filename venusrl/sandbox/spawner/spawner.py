@@ -45,6 +45,12 @@ _UNLIMITED = 1 << 50
 _LONGEST_POLL_S = 3600.0  # poll(2) takes no more than 2^31 ms, and a ttl may be longer
 
 
+def _signal(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
 class Spawner:
     """Args:
     control: the packet socket to the owner.
@@ -179,12 +185,10 @@ class Spawner:
 
     def _resize(self, box: Box, message: dict) -> None:
         """One that is lent some gets none of it for its commands, which would not leave any: they stop before."""
-        error, lent = None, message.get("lent")
+        error, lent = None, message["lent"]
+        commands = [pid for pid in box.group.processes() if pid != box.pid] if lent else []
+        _signal(commands, signal.SIGSTOP)
         try:
-            for pid in box.group.processes() if lent else ():
-                if pid != box.pid:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGSTOP)
             if lent is None:
                 box.group.resize(message["memory_bytes"])
                 box.gives_up = None
@@ -193,6 +197,7 @@ class Spawner:
             else:
                 box.group.lend(message["memory_bytes"], lent)
         except OSError as refused:
+            _signal(commands, signal.SIGCONT)
             error = f"{refused.strerror}"
         self._tell({"event": "done", "request": message["request"], "error": error})
 
