@@ -15,9 +15,10 @@ from pathlib import Path
 from absl import app, flags, logging
 
 from launchers import system
+from launchers.address import define_address
 from launchers.configuration import check_config, define_config, parse_flags
 from venusrl.core.errors import CheckpointError, VenusError
-from venusrl.core.listening import answer, listen
+from venusrl.core.listening import answer
 from venusrl.learner.checkpoint import Checkpointer
 from venusrl.learner.publish import publish
 from venusrl.rollout.engine.engine import Engine
@@ -26,9 +27,9 @@ from venusrl.rollout.gateway.app import Gateway
 
 _CONFIG = define_config("configs/quickstart.py", "The model, and the engine's options.")
 _WORKDIR = flags.DEFINE_string("workdir", "", "Folder of a run whose newest checkpoint is served.")
-_HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on. There is no authentication: keep it private.")
 _IDLE_S = flags.DEFINE_float("idle_s", 3600.0, "Seconds after which an idle session is forgotten.", lower_bound=1.0)
-_PORT = flags.DEFINE_integer("port", 8000, "Port to listen on; 0 takes a free one.", 0, 65535)
+_QUEUE = flags.DEFINE_integer("queue", 1024, "Replies that may wait; one more is refused with 429.", 0)
+_ADDRESS = define_address(8000)
 
 
 def weights(config, model: system.Model, workdir: str):
@@ -46,19 +47,21 @@ def weights(config, model: system.Model, workdir: str):
     return restored[1].params, restored[0]
 
 
-async def serve(config, workdir: str, host: str, port: int) -> None:
+async def serve(config, workdir: str) -> None:
     """Until it is told to stop."""
+    door = _ADDRESS.door()
     model = system.load_model(config)
     params, version = weights(config, model, workdir)
-    listener, address = listen(host, port)
+    listener, address = _ADDRESS.listen()
     shape = model.config
     engine = Engine(shape, publish(params, shape.dtype), version, model.chat.stop_tokens, system.engine_options(config))
     worker = JaxWorker("served", engine)
     await worker.start()
-    gateway = Gateway(worker, model.tokenizer, model.chat, config.model.name, idle_s=_IDLE_S.value)
+    name = config.model.name or Path(config.model.checkpoint).name
+    gateway = Gateway(worker, model.tokenizer, model.chat, name, idle_s=_IDLE_S.value, queue=_QUEUE.value)
     print(f"serving at {address}/v1", flush=True)
     try:
-        await answer(gateway.app(), listener)
+        await answer(door(gateway.app()), listener)
     finally:
         await worker.close()
 
@@ -68,7 +71,7 @@ def main(argv) -> None:
     try:
         check_config(_CONFIG.value)
         system.use_compile_cache()
-        asyncio.run(serve(_CONFIG.value, _WORKDIR.value, _HOST.value, _PORT.value))
+        asyncio.run(serve(_CONFIG.value, _WORKDIR.value))
     except VenusError as error:
         logging.error("%s: %s", type(error).__name__, error)
         sys.exit(1)

@@ -7,11 +7,13 @@ import socket
 import stat
 
 import uvicorn
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from venusrl.core.errors import ConfigError
 
 _MESSAGE_BYTES = 1 << 30
+HEAD_S = 10.0  # seconds in which the head of a request has to come, from its first byte or from the connection on
 
 
 def listen(host: str, port: int) -> tuple[socket.socket, str]:
@@ -74,12 +76,53 @@ def _answers(path: str) -> bool:
         return probe.connect_ex(path) == 0
 
 
+class _Protocol(H11Protocol):
+    """HTTP/1.1, whose callers have `HEAD_S` for the head of a request."""
+
+    _head: asyncio.TimerHandle | None = None
+    _upgraded = False
+
+    def connection_made(self, transport) -> None:
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unwatch()
+        super().connection_lost(exc)
+
+    def handle_websocket_upgrade(self, event) -> None:
+        super().handle_websocket_upgrade(event)
+        self._upgraded = True
+        self._unwatch()
+
+    def _watch(self) -> None:
+        if self._upgraded or (self.cycle is not None and not self.cycle.response_complete):
+            self._unwatch()
+        elif self._head is None:
+            self._head = self.loop.call_later(HEAD_S, self._late)
+
+    def _unwatch(self) -> None:
+        if self._head is not None:
+            self._head.cancel()
+            self._head = None
+
+    def _late(self) -> None:
+        self._head = None
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+
+
 class Server:
     """Answers with an application until `stop`. `grace_s`: seconds for answers that are under way then."""
 
-    def __init__(self, application: Starlette, listener: socket.socket, grace_s: int = 5):
+    def __init__(self, application: ASGIApp, listener: socket.socket, grace_s: int = 5):
         options = uvicorn.Config(
             application,
+            http=_Protocol,
             log_level="warning",
             lifespan="off",
             timeout_graceful_shutdown=grace_s,
@@ -96,7 +139,7 @@ class Server:
         self._server.should_exit = True
 
 
-async def answer(application: Starlette, listener: socket.socket) -> None:
+async def answer(application: ASGIApp, listener: socket.socket) -> None:
     """Until SIGTERM or SIGINT."""
     server = Server(application, listener)
     for number in (signal.SIGTERM, signal.SIGINT):

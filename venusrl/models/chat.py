@@ -1,33 +1,73 @@
-"""ChatML rendered incrementally: the ids of turn k+1 always start with the ids of turn k.
+"""Chat messages as token ids, incrementally: the ids of turn k+1 always start with the ids of turn k.
 
-A whole-history template re-renders what the model wrote (it strips, it re-tokenises); this one only ever appends.
-`check_template` holds it against a model's own Jinja template.
+A template renders a whole history, and renders again what the model wrote: it strips, drops thoughts, and its text is
+tokenised anew. Here a history is only ever appended to. The template renders the opening; for what follows a generated
+turn it renders a short conversation in which that turn is a placeholder, and what comes after the placeholder is taken.
 """
 
-from collections.abc import Sequence
+import contextlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from venusrl.core.errors import ConfigError, ContractError
+from venusrl.models.template import CHATML, ChatTemplate, Message, Tool
+from venusrl.models.tokenizer import Tokenizer
 
-from venusrl.core.errors import ConfigError
-from venusrl.models.tokenizer import IM_END, IM_START, Tokenizer
-
-Message = dict[str, str]  # {"role": ..., "content": ...}
+_PLACEHOLDER = "what-the-model-said"
+_CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": _PLACEHOLDER}}}
+_TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 
 
 class ChatFormat:
-    """Turns messages into token ids for one trajectory."""
+    """Turns messages into token ids for one trajectory.
 
-    def __init__(self, tokenizer: Tokenizer):
+    Messages are those of the OpenAI API: `content` is text or None; calls of an assistant and results of tools keep
+    their fields.
+
+    Args:
+      template: the model's own (see ChatTemplate); ChatML with Qwen3's tools where it has none.
+      stop_tokens: ids that end a turn, the usual one first; by default ChatML's <|im_end|> and <|endoftext|>.
+      variables: see ChatTemplate.
+
+    Raises:
+      ConfigError: the template fails on a conversation of a user and an assistant.
+
+    Attributes:
+      stop_tokens: see Args.
+      reads_calls: tools are offered, and calls expected, as JSON in <tool_call> tags.
+      note: where the template's rendering of a whole history is another than ours, in a sentence; else None.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: str | Mapping[str, str] | None = None,
+        stop_tokens: Sequence[int] | None = None,
+        variables: Mapping[str, str | None] | None = None,
+    ):
         self._tokenizer = tokenizer
-        self._newline = tokenizer.encode("\n")
-        self.stop_tokens: tuple[int, ...] = (tokenizer.im_end, tokenizer.end_of_text)
+        self._control = tokenizer.control
+        self._template = ChatTemplate(CHATML if template is None else template, self._control, variables)
+        self.stop_tokens: tuple[int, ...] = (
+            (tokenizer.im_end, tokenizer.end_of_text) if stop_tokens is None else tuple(stop_tokens)
+        )
+        self._stops = {text for text, token in self._control.items() if token in self.stop_tokens}
+        self._strings = True
+        self._strings = self._takes_strings()
+        self.reads_calls = self._offers_calls()
+        self.note = None if template is None else self._difference()
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of the opening messages and the header of the assistant's first turn."""
-        ids: list[int] = []
-        for message in messages:
-            ids += self._message(message["role"], message["content"])
-        return ids + self._header()
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Ids of the opening messages and the header of the assistant's first turn.
+
+        Raises:
+          ContractError: the template refuses them.
+        """
+        return self._ids(self._template.render(self._plain(messages), tools, options))
 
     def observation(self, text: str, last_token: int, role: str = "user") -> list[int]:
         """Ids that follow a generated turn: its close, the observation, and the next header.
@@ -39,43 +79,110 @@ class ChatFormat:
         """
         return self.continuation([{"role": role, "content": text}], last_token)
 
-    def continuation(self, messages: Sequence[Message], last_token: int) -> list[int]:
-        """As `observation`, for several messages."""
-        close = [] if last_token == self._tokenizer.im_end else [self._tokenizer.im_end]
-        return close + self._newline + self.prompt(messages)
+    def continuation(
+        self, messages: Sequence[Message], last_token: int, options: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """As `observation`, for several messages.
+
+        Raises:
+          ContractError: the template refuses them.
+        """
+        said: dict[str, Any] = {"role": "assistant", "content": _PLACEHOLDER}
+        if messages and messages[0]["role"] == "tool":  # some templates refuse a result that nobody asked for
+            call = {**_CALL, "id": messages[0].get("tool_call_id") or _CALL["id"]}
+            said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        pieces = self._template.render(self._plain([{"role": "user", "content": "."}, said, *messages]), (), options)
+        ids = self._ids(self._after_reply(pieces))
+        return ids[1:] if ids and ids[0] == last_token and last_token in self.stop_tokens else ids
 
     def reply(self, ids: Sequence[int]) -> str:
         """Text of a generated turn, without control tokens."""
         return self._tokenizer.decode(ids)
 
-    def check_template(self, template: str) -> None:
-        """Compares with a model's Jinja chat template, which is run as what it is: code of whoever made the file.
+    def _after_reply(self, pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
+        """What comes after the placeholder's turn, with the token that closes it where the template has one."""
+        found = next((i for i, (text, _) in enumerate(pieces) if _PLACEHOLDER in text), None)
+        if found is None:
+            raise ContractError("the model's chat template leaves out what the assistant said; use another template")
+        rest = [(pieces[found][0].split(_PLACEHOLDER, 1)[1], False), *pieces[found + 1 :]]
+        closed = (i for i, (text, control) in enumerate(rest) if control and text in self._stops)
+        return rest[next(closed, 0) :]
 
-        Raises:
-          ConfigError: the template fails, or would render another text; names both.
-        """
-        messages = [
-            {"role": "system", "content": "S s"},
-            {"role": "user", "content": "U\nu"},
-            {"role": "assistant", "content": "A a"},
-            {"role": "user", "content": "O"},
-        ]
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    def _ids(self, pieces: list[tuple[str, bool]]) -> list[int]:
+        ids: list[int] = []
+        for text, control in pieces:
+            ids += [self._control[text]] if control else self._tokenizer.encode(text)
+        return ids
+
+    def _plain(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Messages as templates expect them: text contents, the role "system" for "developer", and arguments of calls
+        in the form that this template renders as JSON."""
+        return [self._message(message) for message in messages]
+
+    def _message(self, message: Message) -> dict[str, Any]:
+        plain = {**message, "content": message.get("content") or ""}
+        if plain["role"] == "developer":
+            plain["role"] = "system"
+        calls = message.get("tool_calls")
+        if calls:
+            plain["tool_calls"] = [{**call, "function": self._function(call["function"])} for call in calls]
+        return plain
+
+    def _function(self, function: Mapping[str, Any]) -> dict[str, Any]:
+        arguments = function.get("arguments")
+        if isinstance(arguments, str) and not self._strings:
+            with contextlib.suppress(ValueError):  # what is no JSON is shown as the text that it is
+                arguments = json.loads(arguments)
+        return {**function, "arguments": arguments}
+
+    # What a template can do
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Tool] = (), generate: bool = True) -> str:
+        return "".join(
+            text for text, _ in self._template.render(self._plain(messages), tools, add_generation_prompt=generate)
+        )
+
+    def _takes_strings(self) -> bool:
+        """Whether arguments given as JSON text come out as given as an object."""
         try:
-            theirs = environment.from_string(template).render(messages=messages, add_generation_prompt=True)
-        except Exception as error:  # whatever a stranger's code raises
-            raise ConfigError(f"the model's chat template fails ({error}); use a model that speaks ChatML") from error
-        ours = "".join(f"{IM_START}{m['role']}\n{m['content']}{IM_END}\n" for m in messages) + f"{IM_START}assistant\n"
-        if theirs != ours:
-            raise ConfigError(
-                f"the model's chat template is not ChatML: it gives {theirs!r}, we render {ours!r}; "
-                "use a model that speaks ChatML"
+            return self._called('{"k": "v"}') == self._called({"k": "v"})
+        except ContractError:
+            return False  # it takes objects, or no calls at all
+
+    def _called(self, arguments: Any) -> str:
+        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        return self._rendered([*messages, {"role": "tool", "content": "r", "tool_call_id": "call00000"}])
+
+    def _offers_calls(self) -> bool:
+        try:
+            return "<tool_call>" in self._rendered([{"role": "user", "content": "u"}], [_TOOL])
+        except ContractError:
+            return False
+
+    def _difference(self) -> str | None:
+        """Holds what is rendered turn by turn against the template's rendering of the whole."""
+        opening = [{"role": "user", "content": "U\nu"}]
+        said, answer = "A a", [{"role": "user", "content": "O"}]
+        try:
+            first, later = self.prompt(opening), self.continuation(answer, -1)
+            whole = self._template.render(
+                self._plain([*opening, {"role": "assistant", "content": said}, *answer]), add_generation_prompt=True
             )
+        except ContractError as error:
+            raise ConfigError(f"{error}; use a model whose template takes a user and an assistant") from error
+        ours = self._tokenizer.decode([*first, *self._tokenizer.encode(said), *later], keep_control=True)
+        theirs = self._tokenizer.decode(self._ids(whole), keep_control=True)
+        if ours == theirs:
+            return None
+        return (
+            f"the model's chat template changes earlier turns: the whole history is {theirs!r}; turn by turn, where "
+            f"nothing that was generated is changed, it is {ours!r}, and that is what is used"
+        )
 
-    def _message(self, role: str, content: str) -> list[int]:
-        # Role and content in one piece: leading white space of the content may merge with the header's newline.
-        body = self._tokenizer.encode(f"{role}\n{content}")
-        return [self._tokenizer.im_start, *body, self._tokenizer.im_end, *self._newline]
 
-    def _header(self) -> list[int]:
-        return [self._tokenizer.im_start, *self._tokenizer.encode("assistant\n")]
+def logged(chat: ChatFormat) -> ChatFormat:
+    """`chat`, with what there is to say of its template in the log."""
+    if chat.note:
+        logging.warning("%s", chat.note)
+    return chat

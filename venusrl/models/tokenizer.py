@@ -14,6 +14,17 @@ IM_END = "<|im_end|>"
 CONTROL = (END_OF_TEXT, IM_START, IM_END)
 
 
+def _byte_characters() -> dict[str, int]:
+    """The byte that each character of a byte-level token stands for (GPT-2's encoder.py): printable ones for
+    themselves, the others for characters from 256 on, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_characters()
+
+
 class Tokenizer:
     """Token ids of text and back.
 
@@ -32,6 +43,24 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def control(self) -> dict[str, int]:
+        """Ids of the control tokens, by their text."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: index for index, token in added.items() if token.special}
+
+    def bytes_of(self, token: int) -> bytes:
+        """What a token stands for; part of a character where it is part of one."""
+        text = self._backend.id_to_token(token)
+        if text is None:
+            return b""
+        if token in self._backend.get_added_tokens_decoder():
+            return text.encode()
+        try:
+            return bytes(_BYTES[c] for c in text)
+        except KeyError:  # not a byte-level token
+            return self.decode([token]).encode()
 
     def encode(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False).ids

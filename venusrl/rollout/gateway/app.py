@@ -1,33 +1,38 @@
 """The OpenAI API over a worker: /v1/chat/completions, /v1/completions, /v1/models; and the sessions captured.
 
 The header `x-session-id` (or the field `user`) says which session a call belongs to; a call without one is a session of
-its own. `GET /sessions/ID` gives what was captured, `DELETE` forgets it. `return_token_ids: true` adds prompt and
-completion ids to an answer.
+its own. `GET /sessions/ID` gives what was captured, `DELETE` forgets it. What is served and what is refused:
+docs/gateway.md.
 """
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from venusrl.core.clock import Clock, WallClock
-from venusrl.core.errors import ContractError, VenusError
+from venusrl.core.errors import ContractError, VenusError, WorkerError
+from venusrl.core.http import Stream, body_of, until_gone
+from venusrl.core.trajectory import Trajectory, sampling_seed
 from venusrl.models.chat import ChatFormat
 from venusrl.models.tokenizer import Tokenizer
-from venusrl.rollout.gateway.messages import check_messages, reply
-from venusrl.rollout.gateway.session import Segment, Session
+from venusrl.rollout.gateway.api import Call, ChatCall, CompletionCall, parsed
+from venusrl.rollout.gateway.errors import HANDLERS, Busy, error_body, error_response, too_long
+from venusrl.rollout.gateway.samples import ChatSample, Sample, TextSample, forced_text
+from venusrl.rollout.gateway.session import Plan, Session
 from venusrl.rollout.worker import Request, Worker
 
-STOPS = 4  # stop strings a call may give, as in the OpenAI API
-FINISH = {"stop": "stop", "length": "length", "preempted": "length"}
+LONGEST_BODY = 16 * 2**20  # bytes
+MOST_SESSIONS = 10_000
 
 
 class Gateway:
@@ -42,15 +47,19 @@ class Gateway:
         max_tokens: int = 1024,
         idle_s: float = 3600.0,
         clock: Clock | None = None,
+        queue: int = 1024,
     ):
         """Args:
         model: the name that answers carry.
         max_tokens: of a reply, where a call does not say.
         idle_s: seconds after the last call of a session ended after which it is forgotten.
+        queue: replies that may wait beyond the worker's slots; a call that would be one more is refused (429).
         """
         self._idle_s, self._clock = idle_s, clock or WallClock()
         self._worker, self._tokenizer, self._chat = worker, tokenizer, chat
-        self._model, self._max_tokens = model, max_tokens
+        self._model, self._max_tokens, self._queue = model, max_tokens, queue
+        self._made_at = int(time.time())
+        self._under_way = 0  # replies, waiting ones among them
         self._open: dict[str, _Open] = {}
 
     def app(self) -> Starlette:
@@ -58,38 +67,56 @@ class Gateway:
             Route("/v1/chat/completions", self._chat_completions, methods=["POST"]),
             Route("/v1/completions", self._completions, methods=["POST"]),
             Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._one_model),
             Route("/sessions/{name:path}", self._captured, methods=["GET"]),
             Route("/sessions/{name:path}", self._forget, methods=["DELETE"]),
         ]
-        return Starlette(routes=routes, exception_handlers={VenusError: failed})
+        return Starlette(routes=routes, exception_handlers=HANDLERS)
 
-    async def _models(self, request: HttpRequest) -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": self._model, "object": "model", "owned_by": "venusrl"}]})
+    # Models and sessions
 
-    async def _captured(self, request: HttpRequest) -> Response:
-        name = request.path_params["name"]
+    def _described(self) -> dict[str, Any]:
+        return {"id": self._model, "object": "model", "created": self._made_at, "owned_by": "venusrl"}
+
+    async def _models(self, http: HttpRequest) -> Response:
+        return JSONResponse({"object": "list", "data": [self._described()]})
+
+    async def _one_model(self, http: HttpRequest) -> Response:
+        if http.path_params["name"] != self._model:
+            return error_response(404, f"no model {http.path_params['name']!r}; this is {self._model!r}")
+        return JSONResponse(self._described())
+
+    async def _captured(self, http: HttpRequest) -> Response:
+        name = http.path_params["name"]
         if name not in self._open:
             return error_response(404, f"no session {name!r}")
         self._touch(name)
         return JSONResponse({"id": name, "segments": self._open[name].session.captured()})
 
-    async def _forget(self, request: HttpRequest) -> Response:
-        name = request.path_params["name"]
+    async def _forget(self, http: HttpRequest) -> Response:
+        name = http.path_params["name"]
         if name not in self._open:
             return error_response(404, f"no session {name!r}")
         await self._drop(name)
         return JSONResponse({"id": name, "deleted": True})
 
     async def _drop(self, name: str) -> None:
-        for segment in self._open.pop(name).session.segments:
-            await self._worker.release(segment.trajectory.id)
+        await self._release([segment.trajectory.id for segment in self._open.pop(name).session.segments])
+
+    async def _release(self, trajectories: Sequence[str]) -> None:
+        for trajectory in trajectories:
+            with contextlib.suppress(WorkerError):  # it is closed, and its KV with it
+                await self._worker.release(trajectory)
 
     async def _drop_idle(self) -> None:
-        """Forgets sessions that nobody has called for long; none with a call."""
+        """Forgets sessions that nobody has called for long, and the longest idle ones where there are too many; none
+        with a call."""
         now = self._clock.now()
-        idle = [name for name, held in self._open.items() if not held.calls and now - held.used >= self._idle_s]
-        for name in idle:
-            if name in self._open and not self._open[name].calls:  # still
+        idle = sorted((name for name, held in self._open.items() if not held.calls), key=lambda n: self._open[n].used)
+        over = len(self._open) - MOST_SESSIONS
+        for i, name in enumerate(idle):
+            held = self._open.get(name)
+            if held is not None and not held.calls and (i < over or now - held.used >= self._idle_s):  # still
                 await self._drop(name)
 
     def _touch(self, name: str) -> None:
@@ -114,111 +141,169 @@ class Gateway:
                 return turn
             turn.end()  # it was forgotten meanwhile; a new one begins
 
+    # Calls
+
     async def _chat_completions(self, http: HttpRequest) -> Response:
-        fields = await call_fields(http)
-        messages = check_messages(fields.get("messages"))
-        tools = fields.get("tools") or []
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise ContractError("tools must be a list of objects")
-        return await self._answer(http, fields, lambda session: session.call(messages, tools), Chat(self, bool(tools)))
+        call = await self._call(http, ChatCall)
+        if call.offered and not self._chat.reads_calls:
+            raise ContractError("tools: this model's template offers them in a form that is not read here; leave out")
+        forced = self._tokenizer.encode(forced_text(call)) if forced_text(call) else []
+
+        def plan(session: Session) -> Plan:
+            found = session.plan_chat(call.history(), call.offered, call.chat_template_kwargs)
+            return dataclasses.replace(found, new=[*found.new, *forced])
+
+        return await self._answer(http, call, plan, ChatSample)
 
     async def _completions(self, http: HttpRequest) -> Response:
-        fields = await call_fields(http)
-        prompt = fields.get("prompt")
-        if isinstance(prompt, str):
-            tokens = self._tokenizer.encode(prompt)
-        elif isinstance(prompt, list) and prompt and all(type(t) is int and t >= 0 for t in prompt):
-            tokens = prompt
-        else:
-            raise ContractError("prompt must be text or a list of token ids; one a call")
-        if not tokens:
-            raise ContractError("prompt is empty; give at least one token")
-        return await self._answer(http, fields, lambda session: session.complete(tokens), Text(self))
+        call = await self._call(http, CompletionCall)
 
-    async def _answer(self, http: HttpRequest, fields: dict, segment_of, kind: "Chat | Text") -> Response:
-        options = _options(fields, self._max_tokens)
-        named = http.headers.get("x-session-id") or fields.get("user")
-        name = named or f"anonymous-{secrets.token_hex(8)}"
-        if not isinstance(name, str) or len(name) > 200:
-            raise ContractError("the session's name must be text of at most 200 characters")
-        await self._drop_idle()
-        seed = options["seed"] if options["seed"] is not None else secrets.randbelow(2**31)
-        turn = await self._enter(name, seed, keep=bool(named))
+        def plan(session: Session) -> Plan:
+            prompt = call.prompt
+            return session.plan_tokens(self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+
+        return await self._answer(http, call, plan, TextSample)
+
+    async def _call(self, http: HttpRequest, kind: type[Call]) -> Any:
+        body = await body_of(http, LONGEST_BODY)
+        return await asyncio.to_thread(parsed, kind, body)
+
+    async def _answer(
+        self, http: HttpRequest, call: Any, plan_in: Callable[[Session], Plan], kind: type[Sample]
+    ) -> Response:
+        named = http.headers.get("x-session-id") or call.user
+        if named is not None and len(named) > 200:
+            raise ContractError("x-session-id has more than 200 characters; shorten it")
+        if self._under_way + call.samples > self._worker.slots + self._queue:
+            raise Busy(f"{self._under_way} replies are under way or wait; try again later")
+        self._under_way += call.samples
+        replies = self._replies(call, named, plan_in, kind)
         try:
-            segment = segment_of(turn.session)
-            prompt = list(segment.trajectory.tokens)
-            request = Request(
-                segment.trajectory.id,
-                prompt,
-                options["max_tokens"],
-                options["temperature"],
-                segment.trajectory.seed if options["seed"] is None else options["seed"],
-            )
-            said = Said(self._tokenizer, options["stop"])
-            stream = self._generate(request, segment, said, turn, kind)
-            first = await anext(stream)  # what is wrong with the request is an answer of its own
+            run = await until_gone(http, anext(replies))  # what is wrong with the call is an answer of its own
+            if call.stream:
+                return Stream(http, self._events(call, run, replies), "text/event-stream")
+            await until_gone(http, _to_end(replies))
         except BaseException:
-            turn.end()
+            await replies.aclose()
             raise
-        base = {"id": f"{kind.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": self._model}
-        if fields.get("stream"):
-            lines = self._stream(base, kind, stream, first, said, prompt, fields)
-            return StreamingResponse(lines, media_type="text/event-stream")
-        async with contextlib.aclosing(stream):
-            async for _ in stream:
-                pass
-        usage = {
-            "prompt_tokens": len(prompt),
-            "completion_tokens": len(said.tokens),
-            "total_tokens": len(prompt) + len(said.tokens),
-        }
-        choice = kind.choice(said, segment, bool(fields.get("logprobs")))
-        if fields.get("return_token_ids"):
-            choice |= {"prompt_token_ids": prompt, "token_ids": said.tokens}
-        return JSONResponse({**base, "object": kind.kind, "choices": [choice], "usage": usage})
+        choices = [self._with_ids(call, run, sample, sample.choice()) for sample in run.samples]
+        return JSONResponse({**run.base, "object": kind.kind, "choices": choices, "usage": run.usage})
 
-    async def _generate(
-        self, request: Request, segment: Segment, said: "Said", turn: "_Turn", kind: "Chat | Text"
-    ) -> AsyncIterator[str]:
-        """Pieces of text as they come; captures them. Its KV is nobody's afterwards where the session is not kept."""
-        trajectory = segment.trajectory
+    async def _replies(
+        self, call: Any, named: str | None, plan_in: Callable[[Session], Plan], kind: type[Sample]
+    ) -> AsyncIterator[Any]:
+        """First the run, once its first tokens are there; then (sample, what is streamed for its next tokens). Keeps
+        the samples in the session when all have come to their end."""
+        await self._drop_idle()
+        seed = call.seed if call.seed is not None else secrets.randbelow(2**31)
+        turn = None
         try:
-            async with contextlib.aclosing(self._worker.generate(request)) as chunks:
-                async for chunk in chunks:
-                    if chunk.tokens:
-                        trajectory.append_generated(chunk.tokens, chunk.logprobs, chunk.version)
-                    piece = said.add(chunk.tokens, chunk.logprobs, chunk.stop)
-                    yield piece
-                    if said.finish:
-                        break
-        finally:
-            kind.said(said, segment)
-            turn.end()
-            if turn.forgotten:
-                with contextlib.suppress(VenusError):
-                    await self._worker.release(trajectory.id)
-
-    async def _stream(
-        self, base: dict, kind: "Chat | Text", stream: AsyncIterator[str], first: str, said: "Said", prompt, fields
-    ) -> AsyncIterator[bytes]:
-        def piece_event(choice: dict) -> bytes:
-            choices = [{"index": 0, "finish_reason": None, **choice}]
-            return event({**base, "object": kind.stream_kind, "choices": choices})
-
-        async with contextlib.aclosing(stream):
+            turn = await self._enter(named or f"anonymous-{secrets.token_hex(8)}", seed, keep=bool(named))
+            session = turn.session
+            plan = await asyncio.to_thread(plan_in, session)
+            if len(plan.context) >= self._worker.max_length:
+                raise too_long(len(plan.context), self._worker.max_length)
+            run = self._prepare(call, session, plan, kind)
+            kept = False
             try:
-                yield piece_event(kind.piece(first, begin=True))
-                async for piece in stream:
-                    if piece:
-                        yield piece_event(kind.piece(piece, begin=False))
+                async with contextlib.aclosing(_merged([self._generate(*pair) for pair in run.requests()])) as pieces:
+                    first = await anext(pieces)
+                    yield run
+                    yield first
+                    async for piece in pieces:
+                        yield piece
+                for i, (sample, trajectory) in enumerate(zip(run.samples, run.trajectories, strict=True)):
+                    session.keep(plan, trajectory, sample.generated.chunks, sample.message, i)
+                kept = True
+            finally:
+                known = {segment.trajectory.id for segment in session.segments}
+                if not kept or turn.forgotten:
+                    ids = [trajectory.id for trajectory in run.trajectories]
+                    await self._release([i for i in ids if turn.forgotten or i not in known])
+        finally:
+            self._under_way -= call.samples
+            if turn is not None:
+                turn.end()
+
+    def _prepare(self, call: Any, session: Session, plan: Plan, kind: type[Sample]) -> "_Run":
+        base = {"id": f"{kind.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": self._model}
+        samples = [kind(call, self._tokenizer, i, len(plan.messages)) for i in range(call.samples)]
+        trajectories = [session.draft(plan, i) for i in range(call.samples)]
+        return _Run(call, base, samples, trajectories, plan.context, self._max_tokens)
+
+    async def _generate(self, sample: Sample, request: Request) -> AsyncIterator[tuple[Sample, list[dict]]]:
+        async with contextlib.aclosing(self._worker.generate(request)) as chunks:
+            async for chunk in chunks:
+                yield sample, sample.take(chunk)
+                if sample.over:
+                    return
+        raise WorkerError(f"the reply of {request.trajectory} ended before its time; ask again")
+
+    # Answers
+
+    def _with_ids(self, call: Any, run: "_Run", sample: Sample, choice: dict[str, Any]) -> dict[str, Any]:
+        if call.return_token_ids:
+            choice |= {"prompt_token_ids": run.context, "token_ids": sample.generated.tokens}
+        return choice
+
+    async def _events(self, call: Any, run: "_Run", replies: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+        """Server-sent events of a streamed answer; an error is the last of them."""
+        base = {**run.base, "object": run.samples[0].stream_kind}
+        usage = {"usage": None} if call.with_usage else {}
+
+        def chunk(sample: Sample, choice: dict[str, Any]) -> bytes:
+            choice = {"index": sample.index, "logprobs": None, "finish_reason": None, **choice}
+            return event({**base, "choices": [choice], **usage})
+
+        async with contextlib.aclosing(replies):
+            try:
+                for sample in run.samples:
+                    for choice in sample.begin():
+                        yield chunk(sample, choice)
+                async for sample, choices in replies:
+                    for choice in choices:
+                        yield chunk(sample, choice)
+                    if sample.over:
+                        yield chunk(sample, self._with_ids(call, run, sample, sample.end()))
             except VenusError as error:
-                yield event({"error": {"message": str(error), "type": type(error).__name__}})
+                yield event(error_body(error))
                 return
-        last: dict[str, Any] = {**kind.piece(said.rest, begin=False), "finish_reason": kind.finish(said)}
-        if fields.get("return_token_ids"):
-            last |= {"prompt_token_ids": prompt, "token_ids": said.tokens}
-        yield piece_event(last)
+        if call.with_usage:
+            yield event({**base, "choices": [], "usage": run.usage})
         yield b"data: [DONE]\n\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """The replies to one call, on their way."""
+
+    call: Call
+    base: dict[str, Any]
+    samples: list[Sample]
+    trajectories: list[Trajectory]
+    context: list[int]
+    max_tokens: int
+
+    def requests(self) -> list[tuple[Sample, Request]]:
+        """A request a sample; where the call has a seed, it and the number of the sample decide every draw."""
+        call = self.call
+        temperature = 1.0 if call.temperature is None else call.temperature
+        length, pairs = call.length or self.max_tokens, []
+        for i, (sample, trajectory) in enumerate(zip(self.samples, self.trajectories, strict=True)):
+            seed = trajectory.seed
+            if call.seed is not None:
+                seed = sampling_seed(call.seed, i) if i else call.seed
+            pairs.append((sample, Request(trajectory.id, list(self.context), length, temperature, seed)))
+        return pairs
+
+    @property
+    def usage(self) -> dict[str, int]:
+        made = sum(len(sample.generated.tokens) for sample in self.samples)
+        return {
+            "prompt_tokens": len(self.context),
+            "completion_tokens": made,
+            "total_tokens": len(self.context) + made,
+        }
 
 
 class _Open:
@@ -257,148 +342,39 @@ class _Turn:
             self._gateway._touch(self.session.name)
 
 
-class Said:
-    """What a reply has become so far.
+async def _merged(streams: Sequence[AsyncIterator[Any]]) -> AsyncIterator[Any]:
+    """Items of several streams as they come; the first error of any ends all of them."""
+    items: asyncio.Queue = asyncio.Queue()
+    ended = object()
 
-    Attributes:
-      tokens, logprobs: generated, all of them.
-      text: of the reply, up to a stop string.
-      rest: the end of the text that was held back, as a stop string may have begun there.
-      finish: why it ended; None before it has.
-    """
+    async def pump(stream: AsyncIterator[Any]) -> None:
+        async with contextlib.aclosing(stream):
+            async for item in stream:
+                items.put_nowait(item)
 
-    def __init__(self, tokenizer: Tokenizer, stops: list[str]):
-        self._tokenizer, self._stops = tokenizer, stops
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.text = self.rest = ""
-        self.finish: str | None = None
-        self._given = 0
-
-    def add(self, tokens: list[int], logprobs: list[float], stop: str | None) -> str:
-        """Takes a chunk; the text that can be given out with it."""
-        self.tokens += tokens
-        self.logprobs += logprobs
-        self.text = self._tokenizer.decode(self.tokens)
-        ends = [at for at in (self.text.find(s) for s in self._stops) if at >= 0]
-        if ends:
-            self.text, self.finish = self.text[: min(ends)], "stop"
-        elif stop is not None:
-            self.finish = FINISH.get(stop, stop)
-        if self.finish:
-            self.rest = self.text[self._given :]
-            return ""
-        safe = self.text.rstrip("\ufffd")  # the first bytes of a character
-        held = max((len(s) - 1 for s in self._stops), default=0)
-        safe = safe[: max(self._given, len(safe) - held)]
-        piece, self._given = safe[self._given :], max(self._given, len(safe))
-        return piece
-
-
-class Chat:
-    """The shape of answers to /v1/chat/completions."""
-
-    prefix, kind, stream_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def __init__(self, gateway: Gateway, tools: bool):
-        self._tools = tools
-        self._tokenizer = gateway._tokenizer
-        self._message: dict[str, Any] = {}
-
-    def said(self, said: Said, segment: Segment) -> None:
-        self._message = reply(said.text, f"{len(segment.messages)}", self._tools)
-        segment.messages = [*segment.messages, self._message]
-
-    def finish(self, said: Said) -> str | None:
-        return "tool_calls" if self._message.get("tool_calls") else said.finish
-
-    def choice(self, said: Said, segment: Segment, logprobs: bool) -> dict[str, Any]:
-        choice = {"index": 0, "message": self._message, "finish_reason": self.finish(said)}
-        if logprobs:
-            pairs = zip(said.tokens, said.logprobs, strict=True)
-            content = [{"token": self._tokenizer.decode([t], keep_control=True), "logprob": p} for t, p in pairs]
-            choice["logprobs"] = {"content": content}
-        return choice
-
-    def piece(self, text: str, begin: bool) -> dict[str, Any]:
-        return {"delta": {**({"role": "assistant"} if begin else {}), "content": text}}
-
-
-class Text:
-    """The shape of answers to /v1/completions."""
-
-    prefix, kind, stream_kind = "cmpl", "text_completion", "text_completion"
-
-    def __init__(self, gateway: Gateway):
-        self._tokenizer = gateway._tokenizer
-
-    def said(self, said: Said, segment: Segment) -> None: ...
-
-    def finish(self, said: Said) -> str | None:
-        return said.finish
-
-    def choice(self, said: Said, segment: Segment, logprobs: bool) -> dict[str, Any]:
-        choice = {"index": 0, "text": said.text, "finish_reason": said.finish}
-        if logprobs:
-            tokens = [self._tokenizer.decode([t], keep_control=True) for t in said.tokens]
-            choice["logprobs"] = {"tokens": tokens, "token_logprobs": said.logprobs}
-        return choice
-
-    def piece(self, text: str, begin: bool) -> dict[str, Any]:
-        return {"text": text}
-
-
-def _options(fields: dict, max_tokens: int) -> dict[str, Any]:
-    """Sampling options of a call.
-
-    Raises:
-      ContractError: one is of the wrong kind, or asks for what the engine does not do.
-    """
-    if fields.get("n") not in (None, 1):
-        raise ContractError(f"n={fields['n']!r}: one reply a call; call again for more")
-    if fields.get("top_p") not in (None, 1, 1.0) or fields.get("top_k") not in (None, -1):
-        raise ContractError("top_p and top_k are not supported: logprobs are over the full vocabulary; use temperature")
-    temperature = fields.get("temperature", 1.0)
-    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not 0 <= temperature <= 100:
-        raise ContractError(f"temperature={temperature!r}: give a number of at least 0")
-    count = fields.get("max_completion_tokens") or fields.get("max_tokens", max_tokens)
-    if type(count) is not int or count < 1:
-        raise ContractError(f"max_tokens={count!r}: give at least 1")
-    stops = fields.get("stop") or []
-    stops = [stops] if isinstance(stops, str) else stops
-    if not isinstance(stops, list) or len(stops) > STOPS or not all(isinstance(s, str) and s for s in stops):
-        raise ContractError(f"stop={stops!r}: give up to {STOPS} texts")
-    seed = fields.get("seed")
-    if seed is not None and (type(seed) is not int or not 0 <= seed < 2**31):
-        raise ContractError(f"seed={seed!r}: give an integer from 0 to 2^31 - 1")
-    return {"temperature": float(temperature), "max_tokens": count, "stop": stops, "seed": seed}
-
-
-async def call_fields(http: HttpRequest) -> dict:
-    """The body of a call.
-
-    Raises:
-      ContractError: it is no JSON object.
-    """
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    for task in tasks:
+        task.add_done_callback(lambda done: items.put_nowait((ended, done)))
     try:
-        fields = await http.json()
-    except ValueError as error:
-        raise ContractError(f"the body is no JSON ({error})") from error
-    if not isinstance(fields, dict):
-        raise ContractError("the body must be a JSON object")
-    return fields
+        left = len(tasks)
+        while left:
+            item = await items.get()
+            if item[0] is ended:
+                left -= 1
+                item[1].result()
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _to_end(replies: AsyncIterator[Any]) -> None:
+    async for _ in replies:
+        pass
 
 
 def event(body: dict) -> bytes:
     """A server-sent event."""
-    return b"data: " + json.dumps(body).encode() + b"\n\n"
-
-
-def error_response(status: int, text: object) -> JSONResponse:
-    """An error in the OpenAI API's form."""
-    return JSONResponse({"error": {"message": str(text), "type": "invalid_request_error"}}, status_code=status)
-
-
-async def failed(request: HttpRequest, error: Exception) -> Response:
-    """The answer to a call that raised `error`: the caller's fault, or ours."""
-    return error_response(400 if isinstance(error, ContractError) else 503, error)
+    return b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"

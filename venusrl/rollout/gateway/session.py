@@ -2,16 +2,19 @@
 
 A harness sends the whole history with every call. Where it is the history that was captured, the call goes on from the
 captured tokens; where it is not (edited, truncated, a second conversation), the call opens a new segment, and the old
-one stays as it was.
+one stays as it was. A call is planned first and kept only once it has succeeded: one that fails, or whose caller hangs
+up, leaves the session as it was.
 """
 
+import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from venusrl.core.trajectory import Trajectory
+from venusrl.core.trajectory import Trajectory, sampling_seed
 from venusrl.models.chat import ChatFormat
-from venusrl.rollout.gateway.messages import Message, rendered, same
+from venusrl.rollout.gateway.messages import Message, same
+from venusrl.rollout.worker import Chunk
 
 
 @dataclasses.dataclass
@@ -21,12 +24,33 @@ class Segment:
     Attributes:
       trajectory: its tokens, mask, logprobs and versions; its id names its KV.
       messages: the history, replies as they were given out.
-      tools: what the calls offered.
+      offered: what the calls offered besides: tools, variables of the template.
     """
 
     trajectory: Trajectory
     messages: list[Message]
-    tools: list[dict[str, Any]]
+    offered: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A call that has not been made yet.
+
+    Attributes:
+      segment: that it goes on from; None for a new one.
+      new: ids that the call adds, the header of the reply among them.
+      messages, offered: see Segment, as they will be.
+    """
+
+    segment: Segment | None
+    new: list[int]
+    messages: list[Message]
+    offered: tuple[Any, ...]
+
+    @property
+    def context(self) -> list[int]:
+        """All ids that the reply comes after."""
+        return [*(self.segment.trajectory.tokens if self.segment else ()), *self.new]
 
 
 class Session:
@@ -38,36 +62,65 @@ class Session:
         self._chat = chat
         self._seed = seed
 
-    def call(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Segment:
-        """The segment that a call belongs to, its tokens extended by what is new in the call."""
-        tools = list(tools)
+    def plan_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> Plan:
+        """Where a chat call goes on.
+
+        Raises:
+          ContractError: the model's template refuses the messages.
+        """
+        offered = (list(tools), dict(options or {}))
         for segment in reversed(self.segments):
             known = len(segment.messages)
             goes_on = known < len(messages) and same(messages[:known], segment.messages)
-            if goes_on and segment.tools == tools and segment.messages[-1]["role"] == "assistant":
-                new = rendered(messages[known:], ())
-                ids = self._chat.continuation(new, segment.trajectory.tokens[-1])
-                segment.trajectory.append_observation(ids)
-                segment.messages = list(messages)
-                return segment
-        return self._open(self._chat.prompt(rendered(messages, tools)), list(messages), tools)
+            if goes_on and segment.offered == offered and segment.messages[-1]["role"] == "assistant":
+                new = self._chat.continuation(messages[known:], segment.trajectory.tokens[-1], options)
+                return Plan(segment, new, list(messages), offered)
+        return Plan(None, self._chat.prompt(messages, tools, options), list(messages), offered)
 
-    def complete(self, tokens: Sequence[int]) -> Segment:
-        """The segment of a call that gave token ids: one that they go on from, or a new one."""
+    def plan_tokens(self, tokens: Sequence[int]) -> Plan:
+        """Where a call that gave token ids goes on: in a segment whose tokens they begin with, or in a new one."""
         for segment in reversed(self.segments):
             known = segment.trajectory.tokens
             if not segment.messages and len(known) < len(tokens) and list(tokens[: len(known)]) == known:
-                segment.trajectory.append_observation(list(tokens[len(known) :]))
-                return segment
-        return self._open(list(tokens), [], [])
+                return Plan(segment, list(tokens[len(known) :]), [], ())
+        return Plan(None, list(tokens), [], ())
 
-    def _open(self, tokens: list[int], messages: list[Message], tools: list[dict[str, Any]]) -> Segment:
-        index = len(self.segments)
-        trajectory = Trajectory(f"{self.name}/{index}", self.name, index, seed=self._seed)
-        trajectory.append_observation(tokens)
-        segment = Segment(trajectory, messages, tools)
-        self.segments.append(segment)
-        return segment
+    def draft(self, plan: Plan, sample: int = 0) -> Trajectory:
+        """The trajectory of sample k of a call, up to the reply. Sample 0 goes on where the plan says; every other one
+        is a copy, under an id of its own."""
+        if plan.segment is not None and sample == 0:
+            trajectory = copy.deepcopy(plan.segment.trajectory)
+        else:
+            index = len(self.segments) + sample - (plan.segment is not None)
+            trajectory = Trajectory(f"{self.name}/{index}", self.name, index, seed=sampling_seed(self._seed, index))
+            if plan.segment is not None:
+                before = copy.deepcopy(plan.segment.trajectory)
+                trajectory = dataclasses.replace(before, id=trajectory.id, index=index, seed=trajectory.seed)
+        trajectory.append_observation(plan.new)
+        return trajectory
+
+    def keep(
+        self, plan: Plan, trajectory: Trajectory, chunks: Sequence[Chunk], message: Message | None, sample: int = 0
+    ) -> None:
+        """Keeps a sample that has come to its end. Samples of a call are kept in order.
+
+        Args:
+          trajectory: from `draft`.
+          chunks: generated.
+          message: the reply as it was given out; None where the call gave token ids.
+        """
+        for chunk in chunks:
+            trajectory.append_generated(chunk.tokens, chunk.logprobs, chunk.version)
+        messages = [] if message is None else [*plan.messages, message]
+        if plan.segment is not None and sample == 0:
+            plan.segment.trajectory, plan.segment.messages = trajectory, messages
+        else:
+            self.segments.append(Segment(trajectory, messages, plan.offered))
 
     def captured(self) -> list[dict[str, Any]]:
         """Everything captured so far, a segment each, in JSON's types."""

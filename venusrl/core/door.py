@@ -1,0 +1,179 @@
+"""What stands before every HTTP service: who may call, from which page, and how slowly.
+
+- Host and Origin: a page in somebody's browser cannot call a service of this machine, not even one whose name was made
+  to point here (DNS rebinding). Programs send no Origin.
+- A bearer key, compared in constant time; needed wherever others than this machine's users can connect.
+- Bodies come within `BODY_S` seconds, more where they are long; answers are taken within `SEND_S` a part.
+
+The time for a request's head is kept by listening.Server.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from venusrl.core.errors import ConfigError
+
+BODY_S = 30.0  # seconds for a body, and one more for every SLOWEST bytes of it
+SLOWEST = 16 * 1024  # bytes a second
+SEND_S = 60.0  # seconds that a caller may take to read a part of an answer
+SHORTEST_KEY = 16  # characters
+LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect to `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_exposure(host: str, key: str | None) -> None:
+    """Raises:
+    ConfigError: other machines can connect to `host`, and there is no key.
+    """
+    if key is None and not is_loopback(host):
+        raise ConfigError(f"--host={host} can be reached from other machines: give --key_file, or a loopback address")
+
+
+def read_key(path: str) -> str:
+    """The key in a file.
+
+    Raises:
+      ConfigError: it cannot be read, or is too short to be one.
+    """
+    try:
+        key = Path(path).read_text().strip()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--key_file={path}: {error}; give a file with the key in it") from error
+    if len(key) < SHORTEST_KEY or not key.isascii() or any(c.isspace() for c in key):
+        raise ConfigError(
+            f"--key_file={path}: a key has at least {SHORTEST_KEY} characters, in ASCII, without white space; "
+            "make one with `openssl rand -hex 32`"
+        )
+    return key
+
+
+class Door:
+    """An application behind its door.
+
+    Args:
+      app: what answers.
+      host: address that it listens on. On the loopback it is called by the names of the loopback alone.
+      key: that callers show as `Authorization: Bearer KEY`; None lets everybody in.
+      origins: of web pages that may call, as "https://host:port".
+    """
+
+    def __init__(self, app: ASGIApp, host: str = "127.0.0.1", key: str | None = None, origins: Iterable[str] = ()):
+        if not is_loopback(host) and key is None:
+            raise ConfigError(
+                f"--host={host} can be reached from other machines: give --key_file, or a loopback address"
+            )
+        self._app = app
+        self._names = LOCAL_NAMES | {host} if is_loopback(host) else None
+        self._digest = None if key is None else _digest(key)
+        self._origins = frozenset(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            return await self._app(scope, receive, send)
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            if scope["type"] == "websocket":
+                return await send({"type": "websocket.close", "code": 1008, "reason": refusal[1][:100]})
+            return await _answer(send, *refusal)
+        if scope["type"] == "websocket":
+            return await self._app(scope, receive, send)
+        return await _Timed(receive, send).run(self._app, scope)
+
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        """(status, why) where the call is refused."""
+        headers = Headers(scope=scope)
+        host = _name(headers.get("host", ""))
+        if self._names is not None and host not in self._names:
+            return 421, f"this service is not called {host!r}; use one of {', '.join(sorted(self._names))}"
+        origin = headers.get("origin")
+        if origin is not None and origin not in self._origins:
+            return 403, f"pages of {origin[:100]!r} may not call this service"
+        if origin is None and headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+            return 403, "web pages may not call this service"
+        if self._digest is not None:
+            scheme, _, key = headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(_digest(key.strip()), self._digest):
+                return 401, "this service needs its key, as `Authorization: Bearer KEY`"
+        return None
+
+
+class _Timed:
+    """One call, with the time that its caller may take."""
+
+    def __init__(self, receive: Receive, send: Send):
+        self._receive, self._send = receive, send
+        self._until: float | None = None  # seconds of the loop's clock; of the body's end
+        self._whole = self._late = self._begun = False
+
+    async def run(self, app: ASGIApp, scope: Scope) -> None:
+        self._until = asyncio.get_running_loop().time() + BODY_S
+        try:
+            await app(scope, self.receive, self.send)
+        except Exception:
+            if not self._late:
+                raise
+        if self._late and not self._begun:
+            await _answer(self._send, 408, f"the body did not come within {BODY_S:.0f} s; send it faster")
+
+    async def receive(self) -> Message:
+        if self._whole or self._late:
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._until):
+                message = await self._receive()
+        except TimeoutError:
+            self._late = True
+            return {"type": "http.disconnect"}
+        self._until += len(message.get("body", b"")) / SLOWEST
+        self._whole = not message.get("more_body", False)
+        return message
+
+    async def send(self, message: Message) -> None:
+        if self._late:
+            return  # answered by `run`
+        self._begun = True
+        try:
+            async with asyncio.timeout(SEND_S):
+                await self._send(message)
+        except TimeoutError as error:
+            raise OSError(f"the caller took nothing for {SEND_S:.0f} s") from error
+
+
+async def _answer(send: Send, status: int, text: str) -> None:
+    body = json.dumps({"error": {"message": text, "type": "invalid_request_error", "param": None, "code": None}})
+    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body.encode()})
+
+
+def _name(host: str) -> str:
+    """The name in a Host header, without its port."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return host
+
+
+def _digest(key: str) -> bytes:
+    """Of one length whatever the key is, so that comparing takes as long for all."""
+    return hashlib.sha256(key.encode(errors="replace")).digest()

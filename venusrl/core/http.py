@@ -1,0 +1,82 @@
+"""What the HTTP services share: bounded bodies, work that ends when its caller hangs up, and streams of events."""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from venusrl.core.errors import ContractError
+
+T = TypeVar("T")
+
+
+class Gone(Exception):
+    """The caller hung up."""
+
+
+async def body_of(request: Request, most: int) -> bytes:
+    """The body of a request.
+
+    Raises:
+      ContractError: it has more than `most` bytes.
+      Gone: the caller hung up before its end.
+    """
+    parts, size = [], 0
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise Gone
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > most:
+            raise ContractError(f"the body has more than {most} bytes; send less")
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled where the caller hangs up first. The body has to be read before.
+
+    Raises:
+      Gone: the caller hung up; `work` has ended.
+    """
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_hang_up(request))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise Gone
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _hang_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class Stream(Response):
+    """An answer in parts, ended as soon as the caller hangs up; `parts` is closed then."""
+
+    def __init__(self, request: Request, parts: AsyncIterator[bytes], media_type: str):
+        super().__init__(media_type=media_type, headers={"cache-control": "no-store"})
+        del self.headers["content-length"]
+        self._request, self._parts = request, parts
+
+    async def __call__(self, scope, receive, send) -> None:
+        try:
+            await until_gone(self._request, self._send(send))
+        except (Gone, OSError):
+            pass
+        finally:
+            await self._parts.aclose()
+
+    async def _send(self, send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for part in self._parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})

@@ -1,0 +1,182 @@
+"""Chat templates: messages and tools in, the text that a model was trained on out.
+
+A template is Jinja, as transformers runs it, and is code of whoever made the model: it runs in a sandbox. Text of
+messages stays text: a control token spelled out in it never becomes one.
+"""
+
+import datetime
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import CallBlock
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from venusrl.core.errors import ConfigError, ContractError
+
+Message = Mapping[str, Any]
+Tool = Mapping[str, Any]
+
+# ChatML, with tools and calls in the format that Qwen3 was trained on (Qwen3's tokenizer_config.json), for models
+# that come without a template.
+CHATML = r"""
+{%- if tools %}
+    {{- '<|im_start|>system\n' }}
+    {%- if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}
+    {{- '# Tools\n\nYou may call one or more functions to assist with the user query.\n\n' }}
+    {{- 'You are provided with function signatures within <tools></tools> XML tags:\n<tools>' }}
+    {%- for tool in tools %}{{ '\n' + (tool | tojson) }}{% endfor %}
+    {{- '\n</tools>\n\nFor each function call, return a json object with function name and arguments within ' }}
+    {{- '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": ' }}
+    {{- '<args-json-object>}\n</tool_call><|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
+        {{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}
+    {%- elif not (tools and loop.first and message.role == 'system') %}
+        {{- '<|im_start|>' + message.role + '\n' + message.content }}
+        {%- for call in message.tool_calls or [] %}
+            {%- if message.content or not loop.first %}{{ '\n' }}{% endif %}
+            {%- set arguments = call.function.arguments %}
+            {{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- arguments if arguments is string else arguments | tojson }}
+            {{- '}\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
+
+_PRIVATE = range(0xE000, 0xF8FF)  # Unicode's private use area; one of these that nobody wrote marks what is text
+
+
+class ChatTemplate:
+    """A compiled template.
+
+    Args:
+      source: Jinja; or several by name, as some tokenizer_config.json have them ("default", "tool_use").
+      control: control tokens as text; those in messages are kept from becoming tokens.
+      variables: what a template may ask for besides, `bos_token` and the like.
+    """
+
+    def __init__(
+        self, source: str | Mapping[str, str], control: Iterable[str], variables: Mapping[str, str | None] | None = None
+    ):
+        sources = {"default": source} if isinstance(source, str) else dict(source)
+        if not sources:
+            raise ConfigError("the model's chat template is empty; fix chat_template in tokenizer_config.json")
+        environment = _environment()
+        try:
+            self._compiled = {name: environment.from_string(text) for name, text in sources.items()}
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the model's chat template is no Jinja ({error}); copy the file again") from error
+        self._control = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))) or r"(?!)")
+        self._variables = dict(variables or {})
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        options: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[tuple[str, bool]]:
+        """Pieces of text, each with whether it is a control token of the template's own.
+
+        Args:
+          options: variables of the template's own, such as Qwen3's `enable_thinking`.
+
+        Raises:
+          ContractError: the template fails or refuses these messages; says what it says.
+        """
+        mark = None
+        if self._spelled(messages) or self._spelled(tools):
+            mark = _unused(messages, tools)
+            messages, tools = self._guarded(messages, mark), self._guarded(tools, mark)
+        compiled = self._compiled.get("tool_use") if tools else None
+        compiled = compiled or self._compiled.get("default") or next(iter(self._compiled.values()))
+        variables = {**self._variables, **(options or {}), "messages": messages, "tools": tools or None}
+        try:
+            text = compiled.render(**variables, add_generation_prompt=add_generation_prompt)
+        except Exception as error:  # whatever a stranger's code raises
+            raise ContractError(f"the model's chat template fails: {type(error).__name__}: {error}") from error
+        return self._pieces(text, mark)
+
+    def _pieces(self, text: str, mark: str | None) -> list[tuple[str, bool]]:
+        pieces, at = [], 0
+        for found in self._control.finditer(text):
+            pieces += [(text[at : found.start()], False), (found.group(), True)]
+            at = found.end()
+        pieces.append((text[at:], False))
+        return [(piece.replace(mark, "") if mark else piece, control) for piece, control in pieces if piece]
+
+    def _spelled(self, value: Any) -> bool:
+        """Whether a control token is spelled out in some text of `value`."""
+        return any(self._control.search(text) for text in _texts(value))
+
+    def _guarded(self, value: Any, mark: str) -> Any:
+        """`value` with `mark` inside every control token."""
+        if isinstance(value, str):
+            return self._control.sub(lambda found: found.group()[0] + mark + found.group()[1:], value)
+        if isinstance(value, Mapping):
+            return {self._guarded(key, mark): self._guarded(item, mark) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._guarded(item, mark) for item in value]
+        return value
+
+
+class _Generation(Extension):
+    """{% generation %}, by which some templates mark what a model says: here it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 - the interface of jinja2
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+        return CallBlock(self.call_method("_same"), [], [], body).set_lineno(line)
+
+    def _same(self, caller: Any) -> str:
+        return caller()
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What transformers gives a template (utils/chat_template_utils.py): its options, filters and functions."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent=None, separators=None, sort_keys: bool = False) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _texts(value: Any) -> Iterable[str]:
+    """All texts in a value of JSON's types."""
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, Mapping):
+            todo += [*item.keys(), *item.values()]
+        elif isinstance(item, (list, tuple)):
+            todo += item
+
+
+def _unused(*values: Any) -> str:
+    """A character that is in none of the texts."""
+    used = {c for value in values for text in _texts(value) for c in text if "\ue000" <= c <= "\uf8ff"}
+    return next((chr(code) for code in _PRIVATE if chr(code) not in used), "\x00")

@@ -1,0 +1,72 @@
+"""Errors in the OpenAI API's form, with the codes that clients look for."""
+
+import logging
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from venusrl.core.errors import ContractError, VenusError
+from venusrl.core.http import Gone
+from venusrl.rollout.gateway.api import BadCall
+
+RETRY_S = 1  # seconds after which a refused call may be tried again
+
+
+class Busy(VenusError):
+    """More calls wait than the queue holds."""
+
+
+def too_long(tokens: int, most: int) -> BadCall:
+    """A prompt that leaves no room; worded as the clients' own checks expect it."""
+    return BadCall(
+        f"This model's maximum context length is {most} tokens. However, your prompt has {tokens} tokens, which leaves "
+        "no room for a reply. Please reduce the length of the prompt.",
+        "messages",
+        "context_length_exceeded",
+    )
+
+
+def error_body(error: Exception) -> dict:
+    """What clients parse."""
+    kind = "invalid_request_error"
+    if not isinstance(error, (ContractError, HTTPException)):
+        kind = "rate_limit_error" if isinstance(error, Busy) else "server_error"
+    text = error.detail if isinstance(error, HTTPException) else str(error)
+    param, code = getattr(error, "param", None), getattr(error, "code", None)
+    if isinstance(error, Busy):
+        code = "queue_full"
+    return {"error": {"message": text, "type": kind, "param": param, "code": code}}
+
+
+def error_response(status: int, text: str) -> JSONResponse:
+    return JSONResponse(error_body(HTTPException(status, text)), status_code=status)
+
+
+async def refused(request: HttpRequest, error: Exception) -> Response:
+    """The answer to a call that raised `error`: the caller's fault, or ours."""
+    status = 400 if isinstance(error, ContractError) else 503
+    if isinstance(error, Busy):
+        return JSONResponse(error_body(error), status_code=429, headers={"retry-after": str(RETRY_S)})
+    return JSONResponse(error_body(error), status_code=status)
+
+
+async def no_such(request: HttpRequest, error: Exception) -> Response:
+    """404, 405 and the like."""
+    assert isinstance(error, HTTPException)
+    return JSONResponse(error_body(error), status_code=error.status_code, headers=error.headers)
+
+
+async def left(request: HttpRequest, error: Exception) -> Response:
+    """Nobody is there to read it; 499 is what others log for such calls."""
+    return Response(status_code=499)
+
+
+async def failed(request: HttpRequest, error: Exception) -> Response:
+    """A defect of ours ends this call alone."""
+    logging.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    body = error_body(RuntimeError(f"an error of the server's: {type(error).__name__}"))
+    return JSONResponse(body, status_code=500)
+
+
+HANDLERS = {VenusError: refused, HTTPException: no_such, Gone: left, Exception: failed}
