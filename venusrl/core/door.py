@@ -13,9 +13,9 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -26,6 +26,7 @@ BODY_S = 30.0  # seconds for a body, and one more for every SLOWEST bytes of it
 SLOWEST = 16 * 1024  # bytes a second
 SEND_S = 60.0  # seconds that a caller may take to read a part of an answer
 SHORTEST_KEY = 16  # characters
+_HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?")
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -102,7 +103,7 @@ class Door:
         headers = Headers(scope=scope)
         host = _name(headers.get("host", ""))
         if self._names is not None and host not in self._names:
-            return 421, f"this service is not called {host!r}; use one of {', '.join(sorted(self._names))}"
+            return 421, f"this service is not called {host[:100]!r}; use one of {', '.join(sorted(self._names))}"
         origin = headers.get("origin")
         if origin is not None and origin not in self._origins:
             return 403, f"pages of {origin[:100]!r} may not call this service"
@@ -168,10 +169,8 @@ async def _answer(send: Send, status: int, text: str) -> None:
 
 def _name(host: str) -> str:
     """The name in a Host header, without its port."""
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return host
+    found = _HOST.fullmatch(host.lower())
+    return found["name"].strip("[]") if found else host
 
 
 def _digest(key: str) -> bytes:

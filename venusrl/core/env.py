@@ -5,6 +5,36 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 
+class Reply(str):
+    """What the policy said in one turn: its text, with facts of how it was made.
+
+    Attributes:
+      prompt_tokens: of the context that it answers.
+      completion_tokens: generated.
+      stop: why it ended: "stop" (a stop token) or "length" (the tokens of a turn, or of the context, were used up).
+    """
+
+    __slots__ = ("completion_tokens", "prompt_tokens", "stop")
+
+    def __new__(cls, text: str, prompt_tokens: int = 0, completion_tokens: int = 0, stop: str = "stop"):
+        reply = super().__new__(cls, text)
+        reply.prompt_tokens, reply.completion_tokens, reply.stop = prompt_tokens, completion_tokens, stop
+        return reply
+
+
+@dataclasses.dataclass(frozen=True)
+class Opening:
+    """The opening of an episode that offers tools.
+
+    Attributes:
+      messages: as `Env.reset` gives them otherwise.
+      tools: in the OpenAI API's form, shown as the model's chat template has them.
+    """
+
+    messages: Sequence[dict[str, Any]]
+    tools: Sequence[dict[str, Any]] = ()
+
+
 @dataclasses.dataclass(frozen=True)
 class Observation:
     """What the environment answers to one action.
@@ -19,17 +49,17 @@ class Observation:
     text: str
     done: bool = False
     info: dict[str, Any] = dataclasses.field(default_factory=dict)
-    messages: tuple[dict[str, str], ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
 
 
 class Env(Protocol):
     """One episode of one task. `close` is called exactly once, whatever happened before."""
 
-    async def reset(self) -> Sequence[dict[str, str]]:
-        """Prepares the episode; returns the opening messages ({"role", "content"})."""
+    async def reset(self) -> Sequence[dict[str, Any]] | Opening:
+        """Prepares the episode; returns the opening messages ({"role", "content"}), with tools where it offers any."""
         ...
 
-    async def step(self, reply: str) -> Observation:
+    async def step(self, reply: Reply) -> Observation:
         """Acts on the policy's reply. A malformed reply is answered with an observation, never an exception."""
         ...
 

@@ -1,5 +1,6 @@
 """Byte-level BPE through the `tokenizers` library. Text in never becomes a control token."""
 
+import functools
 import os
 from collections.abc import Iterable
 
@@ -47,20 +48,30 @@ class Tokenizer:
     @property
     def control(self) -> dict[str, int]:
         """Ids of the control tokens, by their text."""
+        return {text: index for index, (text, special) in self._added.items() if special}
+
+    @functools.cached_property
+    def _added(self) -> dict[int, tuple[str, bool]]:
+        """(text, whether it is a control token) of each token that is looked for as it stands."""
         added = self._backend.get_added_tokens_decoder()
-        return {token.content: index for index, token in added.items() if token.special}
+        return {index: (token.content, token.special) for index, token in added.items()}
 
     def bytes_of(self, token: int) -> bytes:
         """What a token stands for; part of a character where it is part of one."""
         text = self._backend.id_to_token(token)
         if text is None:
             return b""
-        if token in self._backend.get_added_tokens_decoder():
+        if token in self._added:
             return text.encode()
         try:
             return bytes(_BYTES[c] for c in text)
         except KeyError:  # not a byte-level token
             return self.decode([token]).encode()
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """Bytes of the longest token."""
+        return max(len(self.bytes_of(token)) for token in range(self.vocab_size))
 
     def encode(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False).ids

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from venusrl.core.clock import Clock
-from venusrl.core.env import Env
+from venusrl.core.env import Env, Opening, Reply
 from venusrl.core.errors import ConfigError, SandboxError, TaskError, WorkerError
 from venusrl.core.group import Group
 from venusrl.core.trajectory import Status, Trajectory, Turn
@@ -204,8 +204,9 @@ class RolloutService:
     async def _episode(self, trajectory: Trajectory, env: Env, temperature: float) -> None:
         trajectory.status = Status.IN_TOOL
         steps: list[dict[str, Any]] = []
-        messages = await self._ask_env("reset", env.reset)
-        trajectory.append_observation(self._chat.prompt(messages))
+        opening = await self._ask_env("reset", env.reset)
+        messages, tools = (opening.messages, opening.tools) if isinstance(opening, Opening) else (opening, ())
+        trajectory.append_observation(self._chat.prompt(messages, tools))
         truncated = len(trajectory) >= self._max_length
         if truncated:
             raise TaskError(
@@ -215,13 +216,14 @@ class RolloutService:
         while not done and not truncated:
             turn = await self._generate(trajectory, temperature)
             trajectory.status = Status.IN_TOOL
-            reply = self._chat.reply(trajectory.tokens[turn.begin : turn.end])
+            text = self._chat.reply(trajectory.tokens[turn.begin : turn.end])
+            reply = Reply(text, turn.begin, turn.end - turn.begin, turn.stop)
             started = self._clock.now()
             observation = await self._ask_env("step", env.step, reply)
             turn.tool_s = self._clock.now() - started
             if self._trace is not None:
                 self._trace.tool(trajectory.id, "tool", started, started + turn.tool_s)
-            steps.append({"reply": reply, **observation.info, "observation": observation.text})
+            steps.append({"reply": text, **observation.info, "observation": observation.text})
             done = observation.done
             if not done:
                 shown = observation.messages or ({"role": "user", "content": observation.text},)

@@ -151,7 +151,7 @@ async def test_calls_at_the_same_moment_are_one_call_when_they_are_equal():
 
         async def run(url):
             answers = await asyncio.gather(*(envs[0].call(HELLO, []) for _ in range(3)))
-            history = [*HELLO, answers[0], {"role": "user", "content": "wait"}]
+            history = [*HELLO, answers[0].message, {"role": "user", "content": "wait"}]
             answers += await asyncio.gather(*(envs[0].call(history, []) for _ in range(3)))
             assert answers[0] == answers[2] != answers[3] == answers[5]
 

@@ -86,8 +86,10 @@ def check_value(value: Any) -> Any:
 
 
 def _check_text(text: str) -> str:
-    if any("\ud800" <= c <= "\udfff" for c in text):
-        raise ValueError("half of a surrogate pair: the text was cut inside a character")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("half of a surrogate pair: the text was cut inside a character") from None
     return text
 
 
@@ -294,7 +296,7 @@ class CompletionCall(Call):
             raise ValueError("prompt must be text or a list of token ids; one a call")
         if not prompt:
             raise ValueError("prompt is empty; give at least one token")
-        self.prompt = check_value(prompt)
+        self.prompt = prompt
         return self
 
     @property

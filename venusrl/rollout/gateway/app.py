@@ -59,6 +59,8 @@ class Gateway:
         self._worker, self._tokenizer, self._chat = worker, tokenizer, chat
         self._model, self._max_tokens, self._queue = model, max_tokens, queue
         self._made_at = int(time.time())
+        # A longer text is too long for the model whatever its tokens are (NFC joins up to 4 characters).
+        self._longest_text = 4 * worker.max_length * tokenizer.longest
         self._under_way = 0  # replies, waiting ones among them
         self._open: dict[str, _Open] = {}
 
@@ -150,6 +152,7 @@ class Gateway:
         forced = self._tokenizer.encode(forced_text(call)) if forced_text(call) else []
 
         def plan(session: Session) -> Plan:
+            self._check_length(sum(len(message.content or "") for message in call.messages))
             found = session.plan_chat(call.history(), call.offered, call.chat_template_kwargs)
             return dataclasses.replace(found, new=[*found.new, *forced])
 
@@ -160,9 +163,14 @@ class Gateway:
 
         def plan(session: Session) -> Plan:
             prompt = call.prompt
+            self._check_length(len(prompt) if isinstance(prompt, str) else 0)
             return session.plan_tokens(self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
 
         return await self._answer(http, call, plan, TextSample)
+
+    def _check_length(self, characters: int) -> None:
+        if characters > self._longest_text:
+            raise too_long(characters // (4 * self._tokenizer.longest), self._worker.max_length)
 
     async def _call(self, http: HttpRequest, kind: type[Call]) -> Any:
         body = await body_of(http, LONGEST_BODY)
@@ -174,9 +182,6 @@ class Gateway:
         named = http.headers.get("x-session-id") or call.user
         if named is not None and len(named) > 200:
             raise ContractError("x-session-id has more than 200 characters; shorten it")
-        if self._under_way + call.samples > self._worker.slots + self._queue:
-            raise Busy(f"{self._under_way} replies are under way or wait; try again later")
-        self._under_way += call.samples
         replies = self._replies(call, named, plan_in, kind)
         try:
             run = await until_gone(http, anext(replies))  # what is wrong with the call is an answer of its own
@@ -194,10 +199,13 @@ class Gateway:
     ) -> AsyncIterator[Any]:
         """First the run, once its first tokens are there; then (sample, what is streamed for its next tokens). Keeps
         the samples in the session when all have come to their end."""
-        await self._drop_idle()
-        seed = call.seed if call.seed is not None else secrets.randbelow(2**31)
+        if self._under_way + call.samples > self._worker.slots + self._queue:
+            raise Busy(f"{self._under_way} replies are under way or wait; try again later")
+        self._under_way += call.samples
         turn = None
         try:
+            await self._drop_idle()
+            seed = call.seed if call.seed is not None else secrets.randbelow(2**31)
             turn = await self._enter(named or f"anonymous-{secrets.token_hex(8)}", seed, keep=bool(named))
             session = turn.session
             plan = await asyncio.to_thread(plan_in, session)

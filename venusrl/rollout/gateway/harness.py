@@ -7,24 +7,38 @@ whatever a call asks for.
 """
 
 import asyncio
+import dataclasses
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from venusrl.core.env import Observation
-from venusrl.core.errors import ContractError, TaskError, VenusError
+from venusrl.core.door import Door
+from venusrl.core.env import Observation, Opening, Reply
+from venusrl.core.errors import ContractError, TaskError
+from venusrl.core.http import Stream, body_of, until_gone
 from venusrl.core.listening import Server, listen
-from venusrl.rollout.gateway.app import call_fields, error_response, event, failed
-from venusrl.rollout.gateway.messages import Message, check_messages, rendered, reply, same
+from venusrl.rollout.gateway.api import HarnessCall, parsed
+from venusrl.rollout.gateway.app import LONGEST_BODY, event
+from venusrl.rollout.gateway.errors import HANDLERS, error_response
+from venusrl.rollout.gateway.messages import Message, reply, same
 
 Run = Callable[[str], Awaitable[None]]  # the program: is given the base URL of its API, returns when it has ended
 OVER = "the episode is over"
 STOP_S = 5.0  # that a program has to end by itself once its episode is over
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """To a chat call: the message, why it ended, and the tokens of context and reply."""
+
+    message: Message
+    finish: str
+    usage: dict[str, int]
 
 
 class _Call:
@@ -32,16 +46,16 @@ class _Call:
 
     def __init__(self, messages: list[Message], tools: list[dict]):
         self.messages, self.tools = messages, tools
-        self._answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
 
     def is_of(self, messages: list[Message], tools: list[dict]) -> bool:
         return self.tools == tools and same(self.messages, messages)
 
-    async def answer(self) -> Message:
+    async def answer(self) -> Answer:
         return await asyncio.shield(self._answer)
 
-    def give(self, message: Message) -> None:
-        self._answer.set_result(message)
+    def give(self, answer: Answer) -> None:
+        self._answer.set_result(answer)
 
     def refuse(self, why: str) -> None:
         if not self._answer.done():
@@ -62,6 +76,7 @@ class HarnessHub:
         self._server: Server | None = None
         self._task: asyncio.Task | None = None
         self._address = ""
+        self._started_at = int(time.time())
 
     async def start(self) -> None:
         """Raises:
@@ -71,9 +86,9 @@ class HarnessHub:
             Route("/{episode}/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/{episode}/v1/models", self._models),
         ]
-        application = Starlette(routes=routes, exception_handlers={VenusError: failed})
+        application = Starlette(routes=routes, exception_handlers=HANDLERS)
         listener, self._address = listen(self._host, 0)
-        self._server = Server(application, listener, grace_s=1)
+        self._server = Server(Door(application, self._host), listener, grace_s=1)
         self._task = asyncio.create_task(self._server.run())
 
     async def close(self) -> None:
@@ -91,29 +106,36 @@ class HarnessHub:
         self._episodes = {name: other for name, other in self._episodes.items() if other is not env}
 
     async def _models(self, http: HttpRequest) -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "venusrl"}]})
+        described = {"id": "policy", "object": "model", "created": self._started_at, "owned_by": "venusrl"}
+        return JSONResponse({"object": "list", "data": [described]})
 
     async def _chat(self, http: HttpRequest) -> Response:
         env = self._episodes.get(http.path_params["episode"])
         if env is None:
             return error_response(404, OVER)
-        fields = await call_fields(http)
-        messages, tools = check_messages(fields.get("messages")), fields.get("tools") or []
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise ContractError("tools must be a list of objects")
-        message = await env.call(messages, tools)
-        finish = "tool_calls" if message.get("tool_calls") else "stop"
+        body = await body_of(http, LONGEST_BODY)
+        call: HarnessCall = await asyncio.to_thread(parsed, HarnessCall, body)
+        answer = await until_gone(http, env.call(call.history(), call.offered))
         base = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": "policy"}
-        choice = {"index": 0, "finish_reason": finish}
-        if fields.get("stream"):
-            delta = dict(message)
-            if "tool_calls" in message:
-                delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
-            whole = event({**base, "object": "chat.completion.chunk", "choices": [{**choice, "delta": delta}]})
-            return StreamingResponse(iter([whole, b"data: [DONE]\n\n"]), media_type="text/event-stream")
-        usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}  # clients want the field
-        choices = [{**choice, "message": message}]
-        return JSONResponse({**base, "object": "chat.completion", "choices": choices, "usage": usage})
+        if call.stream:
+            return Stream(http, _events(base, answer, call.with_usage), "text/event-stream")
+        choice = {"index": 0, "message": answer.message, "logprobs": None, "finish_reason": answer.finish}
+        return JSONResponse({**base, "object": "chat.completion", "choices": [choice], "usage": answer.usage})
+
+
+async def _events(base: dict, answer: Answer, with_usage: bool) -> AsyncIterator[bytes]:
+    """A whole answer as a stream."""
+    base = {**base, "object": "chat.completion.chunk"}
+    usage = {"usage": None} if with_usage else {}
+    message = dict(answer.message)
+    if "tool_calls" in message:
+        message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
+    for delta, finish in ((message, None), ({}, answer.finish)):
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+        yield event({**base, "choices": [choice], **usage})
+    if with_usage:
+        yield event({**base, "choices": [], "usage": answer.usage})
+    yield b"data: [DONE]\n\n"
 
 
 class HarnessEnv:
@@ -136,7 +158,7 @@ class HarnessEnv:
         self._last: _Call | None = None  # the one that was answered last
         self._over = False
 
-    async def call(self, messages: list[Message], tools: list[dict]) -> Message:
+    async def call(self, messages: list[Message], tools: list[dict]) -> Answer:
         """A chat call of the program; its reply. One that is repeated, as clients do, gets the same reply.
 
         Raises:
@@ -152,17 +174,19 @@ class HarnessEnv:
         self._came.set()
         return await call.answer()
 
-    async def reset(self) -> Sequence[dict[str, str]]:
+    async def reset(self) -> Opening:
         self._program = asyncio.create_task(self._run(self._hub.enter(self)), name="harness")
         await self._take_up()
         if self._pending is None:
             raise TaskError("the harness ended without a chat call")
-        return rendered(self._pending.messages, self._pending.tools)
+        return Opening(self._pending.messages, self._pending.tools)
 
-    async def step(self, text: str) -> Observation:
+    async def step(self, said: Reply) -> Observation:
         call = self._last = self._pending
-        message = reply(text, f"{len(call.messages)}", bool(call.tools))
-        call.give(message)
+        message = reply(said, f"{len(call.messages)}", bool(call.tools))
+        finish = "tool_calls" if "tool_calls" in message else said.stop
+        made = {"prompt_tokens": said.prompt_tokens, "completion_tokens": said.completion_tokens}
+        call.give(Answer(message, finish, {**made, "total_tokens": said.prompt_tokens + said.completion_tokens}))
         await self._take_up()
         if self._pending is None:
             return Observation("", done=True, info={"end": "the harness ended"})
@@ -171,8 +195,7 @@ class HarnessEnv:
         if not new or not same(messages[: len(history)], history) or self._pending.tools != call.tools:
             self._pending.refuse("the history was changed; the episode ends here")
             return Observation("", done=True, info={"end": "the history was changed"})
-        shown = rendered(new, ())
-        return Observation("\n".join(m["content"] for m in shown), messages=tuple(shown))
+        return Observation("\n".join(m["content"] or "" for m in new), messages=tuple(new))
 
     async def grade(self) -> float:
         await self._stop()
