@@ -6,6 +6,8 @@ import subprocess
 import urllib.error
 import urllib.request
 
+import httpx
+import openai
 import pytest
 
 from . import programs
@@ -51,3 +53,26 @@ def test_it_serves_and_survives_a_client_that_hangs_up(address):
     assert 0 < sum(segment["loss_mask"]) <= 5 and len(segment["tokens"]) == len(segment["logprobs"])
     with pytest.raises(urllib.error.HTTPError, match="400"):
         post(address, {"messages": [{"role": "user", "content": "x" * 2000}]})
+
+
+def test_the_openai_client_talks_to_a_served_run_and_bad_calls_end_nothing(address):
+    """Ids outside the vocabulary ended the engine for every later caller."""
+    with openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60) as client:
+        messages = [{"role": "user", "content": "Fix it."}]
+        whole = client.chat.completions.create(model="any", messages=messages, max_tokens=6, temperature=0, n=2)
+        assert whole.choices[0].message == whole.choices[1].message and whole.usage.completion_tokens >= 2
+        stream = client.chat.completions.create(
+            model="any", messages=messages, max_tokens=6, temperature=0, stream=True, logprobs=True
+        )
+        chunks = [choice for chunk in stream for choice in chunk.choices]
+        assert "".join(c.delta.content or "" for c in chunks) == whole.choices[0].message.content
+        told = [entry.logprob for c in chunks if c.logprobs for entry in c.logprobs.content]
+        assert told and all(p <= 0 for p in told)
+        for token in (-1, 768, 151645, 2**31 - 1, 2**63 - 1, 2**64, 10**30):
+            with pytest.raises(openai.BadRequestError):
+                client.completions.create(model="any", prompt=[5, token, 7], max_tokens=2)
+        for path, body in (("/chat/completions", b"{"), ("/completions", b'{"prompt": "\\ud83d"}'), ("/x", b"")):
+            assert httpx.post(address + path, content=body).status_code in (400, 404)
+        assert client.completions.create(model="any", prompt=[5, 6, 7], max_tokens=2, temperature=1e-9).choices
+    for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}):
+        assert httpx.get(f"{address}/models", headers=headers).status_code in (403, 421)

@@ -348,3 +348,62 @@ async def test_a_cancelled_trajectory_stops_its_program(monkeypatch):
             await asyncio.sleep(0.01)
         bench.service.cancel("g/0")
         await asyncio.wait_for(stopped.wait(), 10)
+
+
+async def test_answers_of_an_episode_have_their_usage_and_say_why_they_ended():
+    async with running(Bench(Script(lambda turn, seed: "go on " * 300 if turn else CALL))) as bench:
+        answers, chunks = [], []
+
+        async def run(url):
+            async with httpx.AsyncClient(timeout=20) as http:
+                fields = {"messages": HELLO, "tools": TOOLS, "temperature": 0.1, "top_p": 0.5, "max_tokens": 1}
+                body = {**fields, "stream": True, "stream_options": {"include_usage": True}}
+                answer = await http.post(f"{url}/chat/completions", json=body)
+                chunks.extend(json.loads(x[6:]) for x in answer.text.splitlines() if x.startswith("data: {"))
+                (call,) = chunks[0]["choices"][0]["delta"]["tool_calls"]
+                said = {"role": "assistant", "content": None, "tool_calls": [call]}
+                result = {"role": "tool", "tool_call_id": call["id"], "content": "answer"}
+                body = {**fields, "messages": [*HELLO, said, result]}
+                answers.append((await http.post(f"{url}/chat/completions", json=body)).json())
+
+        outcome, trajectory = await bench.outcome(bench.env(run))
+        assert outcome.lost is None
+        first, second = trajectory.turns
+        assert chunks[-1]["usage"]["completion_tokens"] == first.end - first.begin
+        assert chunks[-2]["choices"][0]["finish_reason"] == "tool_calls"
+        assert answers[0]["choices"][0]["finish_reason"] == "length"  # at the run's 256 tokens
+        assert answers[0]["usage"] == {
+            "prompt_tokens": second.begin,
+            "completion_tokens": 256,
+            "total_tokens": second.begin + 256,
+        }
+        text = bench.script.tokenizer.decode(trajectory.tokens, keep_control=True)
+        assert "<tools>" in text and "<tool_response>\nanswer\n</tool_response>" in text
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 2},
+        {"tool_choice": "required"},
+        {"response_format": {"type": "json_object"}},
+        {"zzz": 1},
+        {"logprobs": True},
+    ],
+)
+async def test_what_an_episode_cannot_do_is_refused(fields):
+    async with running(Bench()) as bench:
+        seen = []
+
+        async def run(url):
+            async with httpx.AsyncClient(timeout=20) as http:
+                body = {"messages": HELLO, "tools": TOOLS, **fields}
+                seen.append((await http.post(f"{url}/chat/completions", json=body)).status_code)
+                cut = b'{"messages": [{"role": "user", "content": "\\ud83d"}]}'
+                seen.append((await http.post(f"{url}/chat/completions", content=cut)).status_code)
+                page = {"Origin": "http://evil.example"}
+                seen.append((await http.post(f"{url}/chat/completions", json={}, headers=page)).status_code)
+                await http.post(f"{url}/chat/completions", json={"messages": HELLO})
+
+        outcome, _ = await bench.outcome(bench.env(run))
+        assert outcome.lost is None and seen == [400, 400, 403]
