@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -40,9 +41,11 @@ class StepOptions:
     logprob_chunk: int = 512
 
     def __post_init__(self):
-        if self.temperature <= 0:
+        least, most = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+        if not least <= self.temperature <= most:  # false of nan, too
             raise ConfigError(
-                f"rollout.temperature={self.temperature} is not positive; training samples, give 1.0 or so"
+                f"rollout.temperature={self.temperature} is not positive, or no float32; training samples, "
+                "give 1.0 or so"
             )
         if self.logprob_chunk < 1:
             raise ConfigError(f"learner.logprob_chunk={self.logprob_chunk}; give a positive number of positions")
