@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -45,9 +46,9 @@ class RolloutOptions:
     env_s: float = 120.0
 
     def __post_init__(self):
-        if self.temperature < 0:
-            raise ConfigError(f"rollout.temperature={self.temperature} is negative; 0 is greedy")
-        if self.max_tokens < 1 or self.env_s <= 0:
+        if not 0 <= self.temperature <= 3.4e38:  # false of nan, too; above it, a float32 is infinite
+            raise ConfigError(f"rollout.temperature={self.temperature}; give a number, 0 (greedy) or more")
+        if self.max_tokens < 1 or not 0 < self.env_s < math.inf:
             raise ConfigError(f"rollout.max_tokens={self.max_tokens}, env_s={self.env_s}; both must be positive")
 
 
@@ -102,10 +103,14 @@ class RolloutService:
         self._workers[worker.name] = worker
         self._dispatcher.worker_joined(worker)
 
-    def open_group(self, group: Group) -> None:
-        """Tells the policy of a new group; its trajectories are started by `start`."""
+    def open_group(self, group: Group, training: bool = True) -> None:
+        """Tells the policy of a new group; its trajectories are started by `start`.
+
+        Args:
+          training: False for an evaluation, which no batch waits for.
+        """
         self._dispatcher.observe(
-            GroupOpened(self._clock.now(), group.id, len(group.trajectories), group.opened_version)
+            GroupOpened(self._clock.now(), group.id, len(group.trajectories), group.opened_version, training)
         )
 
     def close_group(self, group_id: str, ready: bool = True) -> None:
@@ -168,6 +173,11 @@ class RolloutService:
     def moved(self) -> int:
         """Actions that took their KV from worker to worker."""
         return self._dispatcher.moved
+
+    @property
+    def length_sources(self) -> Mapping[str, int]:
+        """Actions so far by what the policy took their remaining length from; see SchedulerPolicy."""
+        return self._dispatcher.length_sources
 
     @property
     def waiting(self) -> int:

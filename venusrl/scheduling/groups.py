@@ -27,6 +27,18 @@ class OpenGroup:
     klass: int = REST
 
 
+@dataclasses.dataclass(slots=True)
+class _Evaluation:
+    """Attributes:
+    since: versions that had been published when it was opened.
+    remaining: predicted remaining tokens, by unfinished trajectory.
+    """
+
+    since: int
+    remaining: dict[str, float] = dataclasses.field(default_factory=dict)
+    klass: int = REST
+
+
 def coarse(tokens: float) -> int:
     """A length in steps of 2^(1 / STEPS)."""
     return int(STEPS * math.log2(tokens)) if tokens > 1 else 0
@@ -49,9 +61,10 @@ class CriticalGroups:
         self._ranked = ranked
         self._groups: dict[str, OpenGroup] = {}
         self._cut = PriorityCut(batch_groups)
+        self._evaluations: dict[str, _Evaluation] = {}
         self._by_version: dict[int, set[str]] = {}
         self._ready = 0
-        self._opened = 0
+        self._opened = self._publications = 0
         self._version = 0
         self._changed: dict[str, None] = {}
         self.slots = 1  # of all workers
@@ -61,13 +74,13 @@ class CriticalGroups:
         return group in self._groups
 
     def klass(self, group: str) -> int:
-        """DUE, CRITICAL or REST; groups that were never opened (evaluation) are CRITICAL."""
-        found = self._groups.get(group)
+        """DUE, CRITICAL or REST; groups that nobody opened (a program's calls) are CRITICAL."""
+        found = self._groups.get(group) or self._evaluations.get(group)
         return CRITICAL if found is None else found.klass
 
     def trajectories(self, group: str) -> list[str]:
         """Its unfinished trajectories, so far as they have been seen."""
-        found = self._groups.get(group)
+        found = self._groups.get(group) or self._evaluations.get(group)
         return [] if found is None else list(found.remaining)
 
     def changed(self) -> list[str]:
@@ -77,7 +90,7 @@ class CriticalGroups:
         if not self._changed:
             return []
         changed, self._changed = self._changed, {}
-        return [group for group in changed if group in self._groups]
+        return [group for group in changed if group in self._groups or group in self._evaluations]
 
     def open(self, group: str, size: int, version: int) -> None:
         found = self._groups[group] = OpenGroup(self._opened, version, size)
@@ -86,7 +99,16 @@ class CriticalGroups:
         self._by_version.setdefault(version, set()).add(group)
         self._place(group, found)
 
+    def evaluate(self, group: str) -> None:
+        """A group of an evaluation: it has no place among those that a batch waits for, and goes after them; as one of
+        them, lest it starve, once more than eta versions were published since."""
+        self._evaluations[group] = _Evaluation(self._publications)
+
+    def evaluates(self, group: str) -> bool:
+        return group in self._evaluations
+
     def close(self, group: str, ready: bool) -> None:
+        self._evaluations.pop(group, None)
         found = self._groups.pop(group, None)
         if found is None:
             return
@@ -102,6 +124,11 @@ class CriticalGroups:
 
     def published(self, version: int) -> None:
         """Groups at their last admissible version become due."""
+        self._publications += 1
+        for group, found in self._evaluations.items():
+            if found.klass == REST and self._publications - found.since > self._eta:
+                found.klass = CRITICAL
+                self._changed[group] = None
         first, self._version = self._version - self._eta, version
         for bucket in range(first, version - self._eta + 1):
             for group in self._by_version.get(bucket, ()):
@@ -119,6 +146,9 @@ class CriticalGroups:
 
     def expect(self, group: str, remaining: dict[str, float]) -> None:
         """Predicted remaining tokens of some of its unfinished trajectories."""
+        if group in self._evaluations:
+            self._evaluations[group].remaining.update(remaining)
+            return
         found = self._groups.get(group)
         if found is not None:
             known = found.remaining
@@ -130,6 +160,9 @@ class CriticalGroups:
 
     def ended(self, group: str, trajectory: str) -> None:
         """A trajectory ended, whichever way."""
+        if group in self._evaluations:
+            self._evaluations[group].remaining.pop(trajectory, None)
+            return
         found = self._groups.get(group)
         if found is not None and found.remaining.pop(trajectory, None) is not None:
             self._place(group, found)

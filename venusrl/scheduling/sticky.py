@@ -8,6 +8,7 @@ permits, as many as there are slots, from its first action to its end, tools inc
 import zlib
 from collections import deque
 
+from venusrl.core.errors import ConfigError
 from venusrl.scheduling.protocol import (
     ActionDone,
     ActionReady,
@@ -29,6 +30,9 @@ class Sticky:
     """
 
     def __init__(self, route: str, hold: bool):
+        self.length_sources: dict[str, int] = {}
+        if route not in ("fewest", "hash"):
+            raise ConfigError(f"route={route!r} is unknown; use 'fewest' or 'hash'")
         self._route = route
         self._hold = hold
         self._slots: dict[str, int] = {}
