@@ -6,6 +6,7 @@ import math
 from venusrl.scheduling.cut import PriorityCut
 
 DUE, CRITICAL, REST = 0, 1, 2  # classes of priority; the lower, the sooner
+DONE_BATCHES = 8  # times the groups that may be ready at once, whose names are kept
 STEPS = 8  # places are told apart in so many steps to a doubling, so that the order does not change at every token
 
 
@@ -64,6 +65,7 @@ class CriticalGroups:
         self._evaluations: dict[str, _Evaluation] = {}
         self._by_version: dict[int, set[str]] = {}
         self._ready = 0
+        self._done: dict[str, None] = {}  # groups that closed as ready, the last ones
         self._opened = self._publications = 0
         self._version = 0
         self._changed: dict[str, None] = {}
@@ -111,10 +113,19 @@ class CriticalGroups:
         self._evaluations.pop(group, None)
         found = self._groups.pop(group, None)
         if found is None:
+            if group in self._done and not ready:  # it was ready, and is thrown away
+                del self._done[group]
+                self._ready = max(0, self._ready - 1)
+                self._resize()
             return
         self._by_version.get(self._deadline(found), set()).discard(group)
         self._cut.remove(group)
-        self._ready += ready
+        if ready:
+            self._ready += 1
+            self._done[group] = None
+            # Which ones a batch took is not told; what no rule can still throw away for its age is forgotten.
+            while len(self._done) > DONE_BATCHES * (self._eta + 2) * self._batch:
+                del self._done[next(iter(self._done))]
         self._resize()
 
     def taken(self, groups: int) -> None:

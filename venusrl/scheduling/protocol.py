@@ -115,7 +115,10 @@ class TrajectoryDone(Event):
 
 @dataclasses.dataclass(slots=True)
 class GroupClosed(Event):
-    """A group is ready for training, or (`ready` False) has failed or was discarded; one of an evaluation has ended."""
+    """A group is ready for training, or (`ready` False) has failed or was discarded; one of an evaluation has ended.
+
+    A group that was ready, and is discarded before a batch took it, is closed again with `ready` False.
+    """
 
     group: str
     ready: bool = True

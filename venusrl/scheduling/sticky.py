@@ -8,7 +8,7 @@ permits, as many as there are slots, from its first action to its end, tools inc
 import zlib
 from collections import deque
 
-from venusrl.core.errors import ConfigError
+from venusrl.core.names import check_name
 from venusrl.scheduling.protocol import (
     ActionDone,
     ActionReady,
@@ -31,8 +31,7 @@ class Sticky:
 
     def __init__(self, route: str, hold: bool):
         self.length_sources: dict[str, int] = {}
-        if route not in ("fewest", "hash"):
-            raise ConfigError(f"route={route!r} is unknown; use 'fewest' or 'hash'")
+        check_name("route", route, ("fewest", "hash"))
         self._route = route
         self._hold = hold
         self._slots: dict[str, int] = {}
