@@ -1,6 +1,7 @@
 """The engine as a worker: asyncio outside, one thread of JAX calls inside."""
 
 import asyncio
+import copy
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -54,6 +55,7 @@ class JaxWorker:
         self._engine.check_request(request)
         if request.trajectory in self._streams:
             raise ContractError(f"trajectory {request.trajectory} already has a request on {self.name}")
+        request = copy.copy(request)  # what the engine answers is told apart by it, and a caller may ask the same again
         stream: asyncio.Queue = asyncio.Queue()
         self._ask(lambda: self._submit(request, stream))
         self._streams[request.trajectory] = (request, stream)
