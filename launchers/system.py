@@ -265,7 +265,7 @@ async def open_rollout(
             await worker.start()
             stack.push_async_callback(_close, worker, others=len(workers) > 1)
             if isinstance(worker, RemoteWorker):  # whatever it has
-                await worker.update_weights(published, version)
+                await worker.update_weights(published, version, restart=True)
         by_name = {worker.name: worker for worker in workers}
         service = RolloutService(by_name, policy, model.chat, WallClock(), rollout_options(config), trace)
         stack.push_async_callback(service.close)

@@ -274,6 +274,7 @@ class TrainingRun:
             "retracted_requests": float(load.retracted),
             "demoted_trajectories": float(load.demoted),
             "weight_pause_s": load.pause_s,
+            **{f"length_from_{name}": float(n) for name, n in self._rollout.service.length_sources.items()},
             "refilled_trajectories": float(c.refilled_trajectories),
             "failed_groups": float(c.failed),
             "discarded_groups": float(c.discarded),

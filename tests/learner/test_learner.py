@@ -1,5 +1,7 @@
 """The learner over whole updates."""
 
+import math
+
 import chex
 import jax
 import numpy as np
@@ -247,3 +249,47 @@ def test_gradients_are_clipped():
     nothing = np.zeros(2, np.float32)
     _, state = optimizer.update(np.array([3.0, 4.0], np.float32), optimizer.init(nothing), nothing)
     np.testing.assert_allclose(optax.tree_utils.tree_get(state, "mu"), [0.6, 0.8], rtol=1e-6)
+
+
+def test_an_update_whose_advantages_are_all_0_moves_nothing_and_says_so(learner):
+    """Neither momentum of the update before nor weight decay; metrics are numbers, and the next update learns."""
+    learner.update(tiny.batch(0, REWARDS))
+    before, moments = copy(learner.state.params), copy(learner.state.opt_state)
+    for minibatch_rewards in ([[1.0, 1.0], [0.0, 0.0, 0.0], [2.0]], [[0.0]]):
+        metrics = learner.update(tiny.batch(1, minibatch_rewards))
+        assert metrics["nothing_to_learn"] == 1.0 and metrics["skipped_in_a_row"] == 0
+        assert all(math.isfinite(value) for value in metrics.values()), metrics
+        assert metrics["entropy"] > 0  # what was seen is still told
+    chex.assert_trees_all_equal(copy(learner.state.params), before)
+    chex.assert_trees_all_equal(copy(learner.state.opt_state), moments)
+    assert int(learner.state.step) == 3  # the run goes on
+    metrics = learner.update(tiny.batch(2, REWARDS))
+    assert metrics["nothing_to_learn"] == 0.0
+    assert np.abs(before["embedding"] - np.asarray(learner.state.params["embedding"])).max() > 1e-5
+
+
+def test_a_kl_term_is_something_to_learn_from_without_advantages():
+    learner = tiny.learner(Grpo(kl_coef=0.1))
+    learner.start_from(tiny.params())
+    learner.update(tiny.batch(0, REWARDS))  # away from the reference
+    before = copy(learner.state.params)
+    metrics = learner.update(tiny.batch(1, [[1.0, 1.0], [0.0, 0.0]]))
+    assert metrics["nothing_to_learn"] == 0.0 and metrics["grad_norm"] > 0
+    assert np.abs(before["embedding"] - np.asarray(learner.state.params["embedding"])).max() > 1e-6
+
+
+def test_only_the_minibatches_without_advantages_are_left_out():
+    learner = tiny.learner(Grpo(), minibatches=4)
+    learner.start_from(tiny.params())
+    metrics = learner.update(tiny.batch(0, [[1.0, 0.0]] + [[1.0, 1.0]] * 12))
+    assert 0 < metrics["nothing_to_learn"] < 1
+    assert all(math.isfinite(value) for value in metrics.values()), metrics
+
+
+def test_no_metric_is_infinite_or_nan_where_every_step_was_not_finite(learner):
+    bad = tiny.batch(0, REWARDS)
+    learner.state = learner.state.replace(params=jax.tree.map(lambda x: x * np.nan, learner.state.params))
+    metrics = learner.update(bad)
+    assert metrics["nonfinite_steps"] == 1.0 and metrics["nothing_to_learn"] == 0.0
+    assert metrics["skipped_in_a_row"] == 1.0
+    assert all(math.isfinite(value) for value in metrics.values()), metrics

@@ -122,6 +122,13 @@ def test_nothing_to_train_on_leaves_parameters_bit_for_bit(step, params):
     unchanged(state, params, skipped=0)
 
 
+def test_an_entropy_term_is_something_to_learn_from_without_advantages(step, params):
+    sums = step.begin(params, None, one_a_row(tiny.trajectories(4, 2), [0.0, 0.0]))
+    state, outcome = step.apply(fresh(params), sums)
+    assert float(outcome["grad_norm"]) > 0 and bool(outcome["learnt"])
+    assert np.abs(np.asarray(state.params["embedding"]) - params["embedding"]).max() > 1e-4
+
+
 def test_zero_gradient_still_decays(step, params):
     """The twin of the test above: with tokens to train on, weight decay does act."""
     sums = step.begin(params, None, one_a_row(tiny.trajectories(4, 2), [1.0, -1.0]))

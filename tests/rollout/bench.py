@@ -35,6 +35,7 @@ class Bench:
     async def run(self, env, **options) -> Outcome:
         self.start(env, **options)
         outcome = await self.outcome()
+        await asyncio.wait_for(self.service.cleaned(), 10)
         self.check_idle()
         return outcome
 

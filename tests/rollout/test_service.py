@@ -117,6 +117,7 @@ async def test_every_trajectory_ends_exactly_once(seed):
         assert all(len(w.running) <= w.slots for w in bench.workers)
         await asyncio.sleep(0.001)
 
+    await bench.service.cleaned()
     ended = [bench.service.outcomes.get_nowait() for _ in range(bench.service.outcomes.qsize())]
     names = [o.trajectory.id for o in ended]
     assert len(set(names)) == len(names)

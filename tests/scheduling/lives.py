@@ -1,4 +1,7 @@
-"""A driver without an engine: random lives of groups, trajectories and workers around a policy; rules are checked."""
+"""A driver without an engine: random lives of groups, trajectories and workers around a policy; rules are checked.
+
+Groups end, fail and are discarded, trajectories are lost and refilled, evaluations run beside, workers come and go.
+"""
 
 import math
 import random
@@ -45,6 +48,7 @@ class Lives:
         self.turns: dict[str, int] = {}
         self.start: dict[str, int] = {}
         self.unfinished: dict[str, set[str]] = {}
+        self.evaluations: set[str] = set()
         self.priority: dict[str, tuple[int, bool]] = {}
         self.wakes: list[float] = []
         self.log: list[tuple] = []
@@ -54,6 +58,9 @@ class Lives:
     def tell(self, event) -> None:
         self.policy.observe(event)
         self.decide()
+        groups = getattr(self.policy, "_groups", None)
+        if groups is not None:  # those of evaluations count for none
+            assert groups._cut._capacity == self.batch - self.ready_groups % self.batch
 
     def decide(self) -> None:
         for d in self.policy.decide(self.now):
@@ -100,13 +107,25 @@ class Lives:
     def open(self) -> None:
         self.serial += 1
         group = f"g{self.serial}"
-        names = {f"{group}/{i}" for i in range(GROUP)}
-        self.unfinished[group] = names
+        self.unfinished[group] = set()
         self.tell(GroupOpened(self.now, group, GROUP, self.version))
-        for name in sorted(names):
-            self.context[name], self.generated[name] = self.rng.randint(1, 40), 0
-            self.turns[name] = self.rng.randint(1, 4)
-            self.in_tool[name] = None
+        for i in range(GROUP):
+            self.start_one(f"{group}/{i}")
+
+    def evaluate(self) -> str:
+        self.serial += 1
+        group = f"e{self.serial}"
+        self.evaluations.add(group)
+        self.unfinished[group] = set()
+        self.tell(GroupOpened(self.now, group, 1, 0, training=False))
+        self.start_one(f"{group}/0")
+        return group
+
+    def start_one(self, name: str) -> None:
+        self.unfinished[name.partition("/")[0]].add(name)
+        self.context[name], self.generated[name] = self.rng.randint(1, 40), 0
+        self.turns[name] = self.rng.randint(1, 4)
+        self.in_tool[name] = None
 
     def ready(self, name: str) -> None:
         self.in_tool.pop(name, None)
@@ -136,21 +155,60 @@ class Lives:
         self.tell(TrajectoryDone(self.now, name, group, lost))
         self.unfinished[group].discard(name)
         del self.context[name]
+        self.ended(name, group, lost)
+
+    def ended(self, name: str, group: str, lost: bool) -> None:
+        """What follows for its group and the batch."""
         if not self.unfinished[group]:
             del self.unfinished[group]
-            self.tell(GroupClosed(self.now, group, not lost))
-            self.ready_groups += not lost
+            self.close(group, not lost)
         if self.ready_groups >= self.batch:
             self.ready_groups -= self.batch
             self.version += 1
             self.tell(BatchTaken(self.now, self.batch))
             self.tell(VersionPublished(self.now, self.version))
 
+    def close(self, group: str, ready: bool) -> None:
+        if group in self.evaluations:
+            self.evaluations.discard(group)
+            ready = self.rng.random() < 0.5  # whatever a driver says of it
+        else:
+            self.ready_groups += ready
+        self.tell(GroupClosed(self.now, group, ready))
+
     def withdraw(self) -> None:
-        name = self.rng.choice(sorted(self.waiting))
-        del self.waiting[name]
-        self.tell(ActionDone(self.now, name, 0, True))
+        self.cancel(self.rng.choice(sorted(self.waiting)))
+
+    def cancel(self, name: str) -> None:
+        """A trajectory is lost, wherever it is."""
+        self.drop_action(name)
         self.end(name, lost=True)
+
+    def drop_action(self, name: str) -> None:
+        if name in self.waiting or name in self.running:
+            self.waiting.pop(name, None)
+            self.running.pop(name, None)
+            self.preempting.discard(name)
+            self.tell(ActionDone(self.now, name, 0, True))
+        self.in_tool.pop(name, None)
+
+    def refill(self) -> None:
+        """A trajectory is lost, and another one comes in its place."""
+        name = self.rng.choice(sorted(self.context))
+        self.serial += 1
+        self.start_one(f"{name.partition('r')[0]}r{self.serial}")
+        self.cancel(name)
+
+    def fail(self) -> None:
+        """A group fails, or is discarded: it closes first, then what still lives of it ends."""
+        group = self.rng.choice(sorted(self.unfinished))
+        names = sorted(self.unfinished.pop(group))
+        self.evaluations.discard(group)
+        self.tell(GroupClosed(self.now, group, False))
+        for name in names:
+            self.drop_action(name)
+            del self.context[name]
+            self.tell(TrajectoryDone(self.now, name, group, True))
 
     def predict(self) -> None:
         name = self.rng.choice([*sorted(self.context), "nobody"])
@@ -170,7 +228,13 @@ class Lives:
             self.predict()
         elif kind < 0.14 and self.rude and self.waiting:
             self.withdraw()
-        elif kind < 0.25 and len(self.unfinished) < 2 * self.batch:
+        elif kind < 0.16 and self.rude and self.context:
+            self.refill()
+        elif kind < 0.17 and self.rude and self.unfinished:
+            self.fail()
+        elif kind < 0.2 and len(self.evaluations) < 3:
+            self.evaluate()
+        elif kind < 0.27 and len(self.unfinished) - len(self.evaluations) < 2 * self.batch:
             self.open()
         elif kind < 0.6 and self.in_tool:
             self.ready(self.rng.choice(sorted(self.in_tool)))

@@ -42,6 +42,29 @@ def test_thunderagent_in_every_mode(mode, seed):
     Lives(make_policy("thunderagent", SchedulerOptions(thunderagent=mode)), seed).run(150)
 
 
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_a_hundred_evaluation_tasks_leave_training_as_it_was_and_come_to_their_end(name):
+    """Beside eight groups of training that go on; the batch of eight wants eight before and after."""
+    life = Lives(make_policy(name, SchedulerOptions(batch_groups=8, eta=1)), seed=5, batch=8, rude=False)
+    for _ in range(3):
+        life.up()
+    for _ in range(8):
+        life.open()
+    mine: set[str] = set()
+    for _ in range(20_000):
+        if len(mine) == 100 and not mine & life.evaluations:
+            break
+        if len(mine) < 100 and len(mine & life.evaluations) < 10:
+            mine.add(life.evaluate())
+        life.step()
+    assert len(mine) == 100 and not mine & life.evaluations
+    assert life.version > 0  # training went on beside it
+    life.run(0)
+    if hasattr(life.policy, "_groups"):
+        assert life.policy._groups._cut._capacity == 8 - life.ready_groups
+        assert not life.policy._groups._evaluations
+
+
 def test_unknown_names_are_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match=r"scheduler.name='lifo' is unknown; one of venus, fcfs_action"):
         make_policy("lifo")

@@ -189,3 +189,58 @@ def test_a_closed_group_makes_room_for_the_next_in_the_batch():
     table.tell(GroupClosed(0.0, "b", True))
     table.open("d")
     assert [groups.klass(g) for g in "cd"] == [1, 2]
+
+
+def test_critical_groups_go_before_an_evaluation_and_take_its_slots():
+    table = Table({"w": (1, 0)}, batch=2)
+    table.tell(GroupOpened(0.0, "e", 1, 0, training=False), VersionPublished(0.0, 1))
+    assert admitted(table.ready("e/0")) == ["e/0"]  # while nothing else wants it
+    table.open("a", version=1)
+    assert preempted(table.ready("a/0")) == ["e/0"]
+    said = table.tell(ActionDone(0.0, "e/0", 3, preempted=True))
+    assert admitted(said) == ["a/0"]
+    assert table.ready("e/0", generated=3) == []
+    table.ready("a/1")
+    assert admitted(table.tell(ActionDone(0.0, "a/0", 5))) == ["a/1"]
+    assert admitted(table.tell(ActionDone(0.0, "a/1", 5))) == ["e/0"]
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_an_evaluation_is_never_due_and_counts_for_no_batch_however_it_closes(ready):
+    table = Table({"w": (9, 0)}, batch=8, eta=0)
+    table.tell(VersionPublished(0.0, 7))
+    for i in range(100):
+        table.tell(GroupOpened(0.0, f"eval/{i}", 1, 0, training=False))
+        said = table.tell(ActionReady(0.0, f"eval/{i}/0", f"eval/{i}", 10, 0, 0, 0))
+        assert all(d.priority == 0 and not d.resident for d in said if isinstance(d, Prioritise))
+        table.tell(ActionDone(0.0, f"eval/{i}/0", 5), TrajectoryDone(0.0, f"eval/{i}/0", f"eval/{i}", False))
+        table.tell(GroupClosed(0.0, f"eval/{i}", ready))
+    assert table.policy._groups._cut._capacity == 8
+
+
+def test_an_evaluation_does_not_starve_behind_training_that_never_ends():
+    table = Table({"w": (1, 0)}, batch=1, eta=0)
+    table.tell(GroupOpened(0.0, "e", 1, 0, training=False))
+    seen: list[str] = []
+    for version in range(4):
+        group = f"g{version}"
+        table.open(group, version=version)
+        said = table.ready(f"{group}/0") + (table.ready("e/0") if version == 0 else [])
+        said += table.tell(ActionDone(0.0, f"{group}/0", 5)) if f"{group}/0" in admitted(said) else []
+        seen += admitted(said)
+        table.tell(BatchTaken(0.0, 1), VersionPublished(0.0, version + 1))
+    assert "e/0" in seen
+
+
+def test_the_policy_says_where_its_lengths_come_from():
+    table = Table({"w": (9, 0)})
+    table.open("a", "b")
+    table.ready("a/0")
+    assert table.policy.length_sources == {"predictor": 0, "group_mean": 0, "run_mean": 0, "none": 1}
+    table.tell(ActionDone(0.0, "a/0", 40), TrajectoryDone(0.0, "a/0", "a", False))
+    table.ready("a/1")
+    table.ready("b/0")
+    assert table.policy.length_sources == {"predictor": 0, "group_mean": 1, "run_mean": 1, "none": 1}
+    table.tell(ActionDone(0.0, "b/0", 4), LengthPredicted(0.0, "b/0", 30.0))
+    table.ready("b/0")
+    assert table.policy.length_sources == {"predictor": 1, "group_mean": 1, "run_mean": 1, "none": 1}

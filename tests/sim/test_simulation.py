@@ -134,11 +134,11 @@ def test_what_cannot_work_is_refused():
         Simulation(system("venus"), cluster(), Listed(None, num_tasks=1), OPTIONS)
     with pytest.raises(ConfigError, match="a trajectory may have 4000 tokens"):
         Simulation(system("venus"), cluster(kv_tokens=3000), small(), OPTIONS)
-    with pytest.raises(ConfigError, match="system 'slim' is unknown; one of venus, venus_lru"):
+    with pytest.raises(ConfigError, match="system='slim' is unknown; one of venus, venus_lru"):
         system("slim")
     with pytest.raises(ConfigError, match="scheduler='lifo' is unknown"):
         System("lifo")
-    with pytest.raises(ConfigError, match=r"switch 'residence' is unknown; one of demotion, migration"):
+    with pytest.raises(ConfigError, match=r"switch='residence' is unknown; one of demotion, migration"):
         System("venus", switches=(("residence", False),))
     with pytest.raises(ConfigError, match=r"prediction='noisy:2' is unknown|rank correlation 2.0"):
         make_prediction("noisy:2", 0)

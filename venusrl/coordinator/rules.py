@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from venusrl.core.errors import ConfigError
 from venusrl.core.group import Group
+from venusrl.core.names import check_name
 
 if TYPE_CHECKING:
     from venusrl.coordinator.coordinator import Coordinator
@@ -128,49 +129,76 @@ class RollFlash(Bounded):
     async_factor * B environment groups; each opens ratio + 1 episodes at first and one more at every step, ratio =
     ceil(async_factor) - 1. A wave takes the oldest episode of every environment group, in order of completion, and the
     next begins when it is used up. Episodes opened more than `ratio` steps ago are deleted, finished or not.
+
+    An episode that failed is made up for in its environment group: a wave waits for one of each.
     """
 
     def __init__(self):
         self._wave: set[int] = set()
         self._collected: dict[str, Group] = {}
+        self._places: dict[str, int] = {}  # environment group of each episode that is open or ready
+        self._taken: dict[str, int] = {}  # of the batch in training, which may be given back
+        self._opened: list[int] = []  # episodes of each environment group so far, failed ones not counted
 
     def may_open(self, c: "Coordinator") -> bool:
         rounds = 1 + c.options.eta + c.version
-        return c.counters.submitted < rounds * self.environments(c)
+        return c.counters.submitted - c.counters.failed < rounds * self.environments(c)
 
     def environments(self, c: "Coordinator") -> int:
         """Number of environment groups."""
         return int(c.options.async_factor * c.options.batch_groups)
 
     def choose(self, c: "Coordinator") -> list[Group] | None:
-        number = self.environments(c)
+        self._place(c)
         ready = {g.id: g for g in c.ready_groups}
         self._collected = {name: g for name, g in self._collected.items() if name in ready}
         while len(self._collected) < c.options.batch_groups:
             if not self._wave:
-                self._wave = set(range(number))
+                self._wave = set(range(self.environments(c)))
             oldest: dict[int, int] = {}
             for group in [*c.open_groups, *ready.values()]:
                 if group.id not in self._collected:
-                    place = group.number % number
+                    place = self._places[group.id]
                     oldest[place] = min(oldest.get(place, group.number), group.number)
             found = next(
                 (
                     g
                     for g in ready.values()
-                    if g.number % number in self._wave and oldest.get(g.number % number) == g.number
+                    if self._places[g.id] in self._wave and oldest.get(self._places[g.id]) == g.number
                 ),
                 None,
             )
             if found is None:
                 return None
             self._collected[found.id] = found
-            self._wave.discard(found.number % number)
+            self._wave.discard(self._places[found.id])
         chosen, self._collected = list(self._collected.values()), {}
+        self._taken = {g.id: self._places.pop(g.id) for g in chosen}
         return chosen
 
     def too_old(self, c: "Coordinator") -> list[Group]:
-        return [g for g in [*c.open_groups, *c.ready_groups] if c.version - g.opened_version > c.options.eta]
+        old = [g for g in [*c.open_groups, *c.ready_groups] if c.version - g.opened_version > c.options.eta]
+        self._place(c)
+        for group in old:
+            del self._places[group.id]
+        return old
+
+    def _place(self, c: "Coordinator") -> None:
+        """Gives new episodes to the environment groups that had fewest, and forgets those that failed."""
+        self._opened = self._opened or [0] * self.environments(c)
+        alive = sorted([*c.open_groups, *c.ready_groups], key=lambda g: g.number)
+        present = {g.id for g in alive}
+        for name in [name for name in self._places if name not in present]:
+            self._opened[self._places.pop(name)] -= 1
+        for group in alive:
+            if group.id in self._places:
+                continue
+            if group.id in self._taken:  # its batch was given back
+                self._places[group.id] = self._taken.pop(group.id)
+                continue
+            place = min(range(len(self._opened)), key=lambda p: (self._opened[p], p))
+            self._places[group.id] = place
+            self._opened[place] += 1
 
 
 class AReaL(Bounded):
@@ -188,8 +216,12 @@ class AReaL(Bounded):
         return sorted(c.ready_groups, key=lambda g: g.number)[: c.options.batch_groups]
 
 
-# By name of the policy, or of the rule where a policy goes with several; others go with VenusRL's own.
-_RULES: dict[str, Callable[[], Rule]] = {
+# By name of the policy, or of the rule where a policy goes with several.
+RULES: dict[str, Callable[[], Rule]] = {
+    "venus": Bounded,
+    "fcfs_action": Bounded,
+    "fcfs_trajectory": Bounded,
+    "fcfs_priority": Bounded,
     "slime": Slime,
     "slime_step": SlimeStep,
     "thunderagent": Slime,  # a router has no rule of its own; slime is one of its hosts
@@ -200,8 +232,13 @@ _RULES: dict[str, Callable[[], Rule]] = {
 
 
 def make_rule(name: str) -> Rule:
-    """The rule that goes with a scheduling policy, or that is called so."""
-    return _RULES.get(name, Bounded)()
+    """The rule that goes with a scheduling policy, or that is called so.
+
+    Raises:
+      ConfigError: no such rule.
+    """
+    check_name("scheduler.name", name, RULES)
+    return RULES[name]()
 
 
 def check_dataset(batch_groups: int, num_tasks: int) -> None:

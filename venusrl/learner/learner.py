@@ -1,6 +1,8 @@
 """The learner: batches of groups in, new weights out. Knows nothing of engines, sandboxes or schedulers."""
 
 import dataclasses
+import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -33,7 +35,7 @@ class LearnerOptions:
     max_skipped: consecutive non-finite steps that are passed over; one more stops training.
     skip_zero_variance: leave out groups whose rewards are all equal (the filter of DAPO, arXiv 2503.14476, without its
       resampling): their advantages are 0, so only their compute and their share of the denominator are saved. A batch
-      of nothing else is trained on whole.
+      of nothing else is looked at whole, for its metrics.
     """
 
     row_length: int = 1024
@@ -44,8 +46,24 @@ class LearnerOptions:
 
     def __post_init__(self):
         for name, least in (("row_length", 2), ("rows_per_part", 1), ("minibatches", 1), ("max_skipped", 0)):
-            if getattr(self, name) < least:
+            if not getattr(self, name) >= least:
                 raise ConfigError(f"learner.{name}={getattr(self, name)} is too small; give {least} or more")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """What came of an optimizer step. Attributes:
+    learnt: whether it changed anything.
+    """
+
+    loss: float
+    grad_norm: float
+    learnt: bool
+    metrics: dict[str, Metric]
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 class Learner:
@@ -116,6 +134,9 @@ class Learner:
     def update(self, batch: Batch, stop: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
         """One batch of groups: advantages inside each group, then one optimizer step a minibatch.
 
+        A step whose advantages are all 0, where the objective has no term without them, leaves parameters and optimizer
+        as they are; `nothing_to_learn` is the share of such steps.
+
         Args:
           batch: of ready groups.
           stop: asked between parts of the first optimizer step; True gives the update up with the state unchanged.
@@ -167,22 +188,26 @@ class Learner:
             order = np.random.default_rng(int(self.state.step)).permutation(len(rows))  # packing sorts them by length
             rows = jax.tree.map(lambda x: x[order], rows)
         per_step = -(-len(rows) // self.options.minibatches)
-        losses, norms, metrics = [], [], {}
+        steps: list[_Step] = []
         for begin in range(0, len(rows), per_step):
             give_up = stop if begin == 0 else (lambda: False)
             outcome = self._optimizer_step(rows.take(begin, min(begin + per_step, len(rows))), give_up)
             if outcome is None:
                 return None
-            loss, norm, collected = outcome
-            losses.append(loss)
-            norms.append(norm)
-            metrics = {name: metrics[name].merge(m) if metrics else m for name, m in collected.items()}
+            steps.append(outcome)
+        # Numbers of a step that was not finite are none; it is counted.
+        finite = [step for step in steps if step.finite]
+        metrics = dict.fromkeys(steps[0].metrics, 0.0)
+        for name in metrics if finite else ():
+            metrics[name] = functools.reduce(Metric.merge, (step.metrics[name] for step in finite)).result()
         return {
-            "loss": float(np.mean(losses)),
-            "grad_norm": float(np.mean(norms)),
+            "loss": float(np.mean([step.loss for step in finite])) if finite else 0.0,
+            "grad_norm": float(np.mean([step.grad_norm for step in finite])) if finite else 0.0,
+            "nonfinite_steps": float(len(steps) - len(finite)),
+            "nothing_to_learn": float(np.mean([step.finite and not step.learnt for step in steps])),
             "skipped_in_a_row": float(self.state.skipped),
             "rows": float(len(rows)),
-            **{name: metric.result() for name, metric in metrics.items()},
+            **metrics,
         }
 
     def score_rows(self, rows: Rows) -> np.ndarray:
@@ -203,8 +228,8 @@ class Learner:
             for t, (row, begin) in zip(trajectories, packing.places, strict=True)
         ]
 
-    def _optimizer_step(self, rows: Rows, stop: Callable[[], bool]) -> tuple[float, float, dict[str, Metric]] | None:
-        """(loss, gradient norm, metrics) of one step; None where it was given up."""
+    def _optimizer_step(self, rows: Rows, stop: Callable[[], bool]) -> "_Step | None":
+        """One step; None where it was given up."""
         sums = None
         for begin in range(0, len(rows), self.options.rows_per_part):
             if stop():
@@ -222,7 +247,7 @@ class Learner:
                 f"{skipped} optimizer steps in a row had a non-finite loss or gradient (learner.max_skipped="
                 f"{self.options.max_skipped}); lower learner.learning_rate and start from the last checkpoint"
             )
-        return float(outcome["loss"]), float(outcome["grad_norm"]), collected
+        return _Step(float(outcome["loss"]), float(outcome["grad_norm"]), bool(outcome["learnt"]), collected)
 
     def _place(self, rows: Rows) -> Rows:
         return jax.device_put(rows, self._step.rows_sharding)

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+LOWEST = -1e30  # of a logit, below the largest
+
 
 def token_logprobs(
     hidden_BTD: jax.Array, head_DV: jax.Array, tokens_BT: jax.Array, temperature: float, chunk: int
@@ -31,7 +33,10 @@ def token_logprobs(
     @jax.checkpoint
     def one(hidden, targets):
         logits = jnp.einsum("bcd,dv->bcv", hidden, head_DV.astype(hidden.dtype), preferred_element_type=jnp.float32)
-        logits = logits / temperature
+        # As in the engine's sampling: the largest is taken off before the division, so that a small temperature loses
+        # nothing. LOWEST keeps what overflows a number: its probability is 0, and 0 times -inf would be none.
+        largest = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+        logits = jnp.maximum((logits - largest) / temperature, LOWEST)
         log_z = jax.nn.logsumexp(logits, axis=-1)
         chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         entropy = log_z - (jax.nn.softmax(logits, axis=-1) * logits).sum(-1)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -21,11 +22,18 @@ from venusrl.observe.metric import Metric
 
 
 class Sums(NamedTuple):
-    """What is added up over the parts of a batch: gradients of the summed loss, and what to divide them by."""
+    """What is added up over the parts of a batch.
+
+    Attributes:
+      grads, loss: of the summed loss.
+      denominator: what both are divided by.
+      signal: 0 where there is nothing to learn from: every advantage is 0, and the objective has no other term.
+    """
 
     grads: dict
     loss: jax.Array
     denominator: jax.Array
+    signal: jax.Array
     metrics: dict[str, Metric]
 
 
@@ -40,9 +48,11 @@ class StepOptions:
     logprob_chunk: int = 512
 
     def __post_init__(self):
-        if self.temperature <= 0:
+        least, most = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+        if not least <= self.temperature <= most:  # false of nan, too
             raise ConfigError(
-                f"rollout.temperature={self.temperature} is not positive; training samples, give 1.0 or so"
+                f"rollout.temperature={self.temperature} is not positive, or no float32; training samples, "
+                "give 1.0 or so"
             )
         if self.logprob_chunk < 1:
             raise ConfigError(f"learner.logprob_chunk={self.logprob_chunk}; give a positive number of positions")
@@ -50,6 +60,9 @@ class StepOptions:
 
 class TrainStep:
     """The compiled functions of one (model, objective, optimizer, mesh).
+
+    A step that is not finite, or has nothing to learn from, leaves parameters and optimizer (its moments, its count of
+    steps, and with that the schedule of the rate) as they were: momentum and weight decay alone would still move them.
 
     `accumulate` donates the sums that it replaces, `apply` the state: neither may be used again. Parameters handed to
     an engine must therefore be copies (see learner.publish).
@@ -71,7 +84,7 @@ class TrainStep:
         self.shardings = state_shardings(config, optimizer, mesh)
         self.rows_sharding = sharding.rows_sharding(mesh)
         everywhere = sharding.replicated(mesh)
-        sums = Sums(self.shardings.params, everywhere, everywhere, everywhere)
+        sums = Sums(self.shardings.params, everywhere, everywhere, everywhere, everywhere)
 
         def logprobs(params, rows: Rows):
             attend = segment_attention(rows.segments)
@@ -91,12 +104,13 @@ class TrainStep:
 
         def begin(params, reference, rows: Rows) -> Sums:
             (total, loss), grads = jax.value_and_grad(summed_loss, has_aux=True)(params, reference, rows)
-            return Sums(grads, total, loss.denominator, loss.metrics)
+            signal = (jnp.abs(rows.advantages) * rows.loss_mask).sum() if objective.needs_advantages else 1.0
+            return Sums(grads, total, loss.denominator, jnp.float32(signal), loss.metrics)
 
         def accumulate(sums: Sums, params, reference, rows: Rows) -> Sums:
             part = begin(params, reference, rows)
             metrics = {name: sums.metrics[name].merge(metric) for name, metric in part.metrics.items()}
-            add = jax.tree.map(jnp.add, (sums.grads, sums.loss, sums.denominator), part[:3])
+            add = jax.tree.map(jnp.add, tuple(sums[:4]), tuple(part[:4]))
             return Sums(*add, metrics)
 
         def apply(state: TrainState, sums: Sums):
@@ -104,7 +118,7 @@ class TrainStep:
             grads = jax.tree.map(lambda g: g * scale, sums.grads)
             norm = optax.tree.norm(grads)
             finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
-            take = finite & (sums.denominator > 0)
+            take = finite & (sums.denominator > 0) & (sums.signal > 0)
             safe = jax.tree.map(lambda g: jnp.where(take, g, 0.0), grads)
             updates, opt_state = optimizer.update(safe, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
@@ -118,7 +132,7 @@ class TrainStep:
                 opt_state=keep(opt_state, state.opt_state),
                 skipped=jnp.where(finite, 0, state.skipped + 1),
             )
-            return new, {"loss": sums.loss * scale, "grad_norm": norm}
+            return new, {"loss": sums.loss * scale, "grad_norm": norm, "learnt": take}
 
         params = self.shardings.params
         reference = params if objective.needs_reference else None

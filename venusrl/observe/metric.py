@@ -1,5 +1,7 @@
 """A number that carries its own reduction, so that accumulation and averaging cannot disagree."""
 
+import math
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -30,7 +32,7 @@ class Metric:
 
     @classmethod
     def max(cls, values: jax.Array, mask: jax.Array) -> "Metric":
-        """Maximum of `values` where `mask` is not 0; -inf where it is 0 everywhere."""
+        """Maximum of `values` where `mask` is not 0; -inf, for `merge`, where it is 0 everywhere."""
         return cls(jnp.where(mask > 0, values, -jnp.inf).max(), jnp.float32(1), "max")
 
     def merge(self, other: "Metric") -> "Metric":
@@ -42,7 +44,7 @@ class Metric:
         return Metric(self.value + other.value, self.weight + other.weight, self.reduction)
 
     def result(self) -> float:
-        """The number to log; a mean over nothing is 0."""
+        """The number to log; a mean over nothing is 0, and so is a maximum."""
         if self.reduction == "mean":
             return float(self.value) / float(self.weight) if float(self.weight) else 0.0
-        return float(self.value)
+        return 0.0 if float(self.value) == -math.inf else float(self.value)

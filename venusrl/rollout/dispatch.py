@@ -54,6 +54,11 @@ class Dispatcher:
         """Actions that are ready and not admitted."""
         return len(self._waiting)
 
+    @property
+    def length_sources(self) -> Mapping[str, int]:
+        """Of the policy; see SchedulerPolicy."""
+        return self._policy.length_sources
+
     def observe(self, event: Event) -> None:
         """Tells the policy, and carries out what it decides."""
         if isinstance(event, ActionDone):

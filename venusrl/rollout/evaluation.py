@@ -51,10 +51,10 @@ async def evaluate(
                 name = f"eval/{task}" + (f"r{failed}" if failed else "")
                 trajectory = Trajectory(name, name, task, seed=sampling_seed(seed, task))
                 running[name] = failed
-                service.open_group(Group(name, task, 0, 0, [trajectory]))
+                service.open_group(Group(name, task, 0, 0, [trajectory]), training=False)
                 service.start(trajectory, tasks.make(task), temperature, outcomes)
             outcome = await outcomes.get()
-            service.close_group(outcome.trajectory.id)
+            service.close_group(outcome.trajectory.id, ready=False)
             task, failed = outcome.trajectory.index, running.pop(outcome.trajectory.id) + 1
             if outcome.lost is None:
                 finished[task] = outcome.trajectory
@@ -66,5 +66,5 @@ async def evaluate(
     finally:
         for name in running:  # given up by the caller
             service.cancel(name)
-            service.close_group(name)
+            service.close_group(name, ready=False)
     return Evaluation(tuple(finished[i] for i in sorted(finished)), tuple(lost))

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -31,6 +32,8 @@ from venusrl.scheduling.protocol import (
     VersionPublished,
 )
 
+CLOSE_S = 10.0  # seconds that `close` waits for environments; their sandboxes end with the pool
+
 
 @dataclasses.dataclass(frozen=True)
 class RolloutOptions:
@@ -45,9 +48,9 @@ class RolloutOptions:
     env_s: float = 120.0
 
     def __post_init__(self):
-        if self.temperature < 0:
-            raise ConfigError(f"rollout.temperature={self.temperature} is negative; 0 is greedy")
-        if self.max_tokens < 1 or self.env_s <= 0:
+        if not 0 <= self.temperature <= 3.4e38:  # false of nan, too; above it, a float32 is infinite
+            raise ConfigError(f"rollout.temperature={self.temperature}; give a number, 0 (greedy) or more")
+        if self.max_tokens < 1 or not 0 < self.env_s < math.inf:
             raise ConfigError(f"rollout.max_tokens={self.max_tokens}, env_s={self.env_s}; both must be positive")
 
 
@@ -66,6 +69,9 @@ class RolloutService:
     """Starts trajectories on `start`, reports each on `outcomes` or where its starter says.
 
     Training and evaluation share one service: the policy behind it owns every slot.
+
+    What ended is reported at once, and cleaned up in the background: an environment that takes long to close holds up
+    nobody but the next episode of its own id, and whoever needs the sandbox that it still holds, who waits for it.
     """
 
     def __init__(
@@ -87,6 +93,7 @@ class RolloutService:
         self._max_length = min(worker.max_length for worker in workers.values())
         self._tasks: dict[str, asyncio.Task] = {}
         self._live: dict[str, Trajectory] = {}
+        self._cleaning: dict[str, asyncio.Task] = {}
 
     def add_worker(self, worker: Worker) -> None:
         """Another worker, started and with the present weights, takes requests from now on.
@@ -102,10 +109,14 @@ class RolloutService:
         self._workers[worker.name] = worker
         self._dispatcher.worker_joined(worker)
 
-    def open_group(self, group: Group) -> None:
-        """Tells the policy of a new group; its trajectories are started by `start`."""
+    def open_group(self, group: Group, training: bool = True) -> None:
+        """Tells the policy of a new group; its trajectories are started by `start`.
+
+        Args:
+          training: False for an evaluation, which no batch waits for.
+        """
         self._dispatcher.observe(
-            GroupOpened(self._clock.now(), group.id, len(group.trajectories), group.opened_version)
+            GroupOpened(self._clock.now(), group.id, len(group.trajectories), group.opened_version, training)
         )
 
     def close_group(self, group_id: str, ready: bool = True) -> None:
@@ -123,7 +134,7 @@ class RolloutService:
         temperature: float | None = None,
         outcomes: asyncio.Queue[Outcome] | None = None,
     ) -> None:
-        """Drives `trajectory` through `env` in the background; the env is closed whatever happens.
+        """Drives `trajectory` through `env` in the background; the env is closed whatever happens, after the report.
 
         Args:
           trajectory: of a group that was opened.
@@ -153,12 +164,25 @@ class RolloutService:
         self._dispatcher.observe(VersionPublished(self._clock.now(), version))
 
     async def close(self) -> None:
-        """Cancels what runs and waits for its clean-up."""
+        """Cancels what runs and waits for the clean-up of all that ended, for `CLOSE_S` at most."""
         tasks = dict(self._tasks)
         for trajectory_id in tasks:
             self.cancel(trajectory_id)
         await asyncio.gather(*tasks.values(), return_exceptions=True)
+        cleaning = set(self._cleaning.values())
+        if cleaning:
+            _, late = await asyncio.wait(cleaning, timeout=CLOSE_S)
+            for task in late:
+                task.cancel()
+            if late:
+                logging.warning("%d environments were not closed within %.0f s and are given up", len(late), CLOSE_S)
+                await asyncio.wait(late)
         self._dispatcher.close()
+
+    async def cleaned(self) -> None:
+        """Waits until everything that has ended by now is cleaned up."""
+        while self._cleaning:
+            await asyncio.wait(set(self._cleaning.values()))
 
     def count(self, status: Status) -> int:
         """Live trajectories in `status`."""
@@ -170,18 +194,25 @@ class RolloutService:
         return self._dispatcher.moved
 
     @property
+    def length_sources(self) -> Mapping[str, int]:
+        """Actions so far by what the policy took their remaining length from; see SchedulerPolicy."""
+        return self._dispatcher.length_sources
+
+    @property
     def waiting(self) -> int:
         """Actions that wait for a slot."""
         return self._dispatcher.waiting
 
     def _cancel(self, trajectory_id: str) -> None:
-        if trajectory_id in self._live:  # a clean-up that has begun is let to its end
+        if trajectory_id in self._live:
             self._tasks[trajectory_id].cancel()
 
     async def _drive(self, trajectory: Trajectory, env: Env, temperature: float, outcomes: asyncio.Queue) -> None:
         lost: str | None = None
         ended = False
         try:
+            if trajectory.id in self._cleaning:  # one of this id before it; what it leaves is forgotten under the id
+                await asyncio.wait({self._cleaning[trajectory.id]})
             await self._episode(trajectory, env, temperature)
             ended = True
         except Exception as error:
@@ -197,9 +228,17 @@ class RolloutService:
                 self._clock.now(), trajectory.id, trajectory.group_id, lost=trajectory.reward is None
             )
             self._dispatcher.observe(event)
-            await self._clean_up(trajectory, env)
+            cleaning = asyncio.create_task(self._clean_up(trajectory, env), name=f"clean-up-{trajectory.id}")
+            self._cleaning[trajectory.id] = cleaning
+            cleaning.add_done_callback(lambda task: self._cleaned(trajectory.id, task))
             if ended:
                 outcomes.put_nowait(Outcome(trajectory, lost))
+
+    def _cleaned(self, trajectory_id: str, task: asyncio.Task) -> None:
+        if self._cleaning.get(trajectory_id) is task:
+            del self._cleaning[trajectory_id]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logging.error("clean-up of %s failed: %r", trajectory_id, error)
 
     async def _episode(self, trajectory: Trajectory, env: Env, temperature: float) -> None:
         trajectory.status = Status.IN_TOOL
@@ -216,6 +255,9 @@ class RolloutService:
         while not done and not truncated:
             turn = await self._generate(trajectory, temperature)
             trajectory.status = Status.IN_TOOL
+            if turn is None:
+                truncated = True
+                break
             text = self._chat.reply(trajectory.tokens[turn.begin : turn.end])
             reply = Reply(text, turn.begin, turn.end - turn.begin, turn.stop)
             started = self._clock.now()
@@ -234,9 +276,13 @@ class RolloutService:
         reward = await self._ask_env("grade", env.grade)
         trajectory.complete(reward, steps=steps, truncated=truncated, messages=list(messages))
 
-    async def _generate(self, trajectory: Trajectory, temperature: float) -> Turn:
-        """One turn, over as many slots as preemption makes of it."""
-        o = self._options
+    async def _generate(self, trajectory: Trajectory, temperature: float) -> Turn | None:
+        """One turn, over as many slots as preemption makes of it; None where the worker has no room for a token of it.
+
+        Raises:
+          TaskError: there is none for a token after the prompt.
+        """
+        o, turns = self._options, len(trajectory.turns)
         trajectory.status = Status.GENERATING
         asked = self._clock.now()
         budget, stop = o.max_tokens, "preempted"
@@ -268,6 +314,10 @@ class RolloutService:
             budget -= made
             if stop == "preempted" and (budget <= 0 or len(trajectory) >= self._max_length):
                 stop = "length"
+        if len(trajectory.turns) == turns:
+            if not turns:
+                raise TaskError(f"{worker.name} has no KV for a token after a prompt of {len(trajectory)} tokens")
+            return None
         turn = trajectory.turns[-1]
         turn.stop, turn.generate_s = stop, self._clock.now() - asked
         return turn
@@ -310,3 +360,4 @@ class RolloutService:
             await self._ask_env("close", env.close)
         except (TaskError, SandboxError) as error:
             trajectory.info["close_error"] = str(error)
+            logging.warning("trajectory %s: its environment was not closed: %s", trajectory.id, error)

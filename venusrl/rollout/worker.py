@@ -149,8 +149,16 @@ class Worker(Protocol):
         weights: what is missing is computed again."""
         ...
 
-    async def update_weights(self, params: Any, version: int) -> None:
-        """Takes new weights between two decode chunks; returns once they are in use."""
+    async def update_weights(self, params: Any, version: int, restart: bool = False) -> None:
+        """Takes new weights between two decode chunks; returns once they, or newer ones, are in use. The same version
+        again is taken again.
+
+        Args:
+          restart: another run begins, or an earlier state of one; its version may be lower.
+
+        Raises:
+          ContractError: the version is older than one that is here, or the weights are of another model.
+        """
         ...
 
     def load(self) -> Load: ...

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from venusrl.core.errors import ConfigError
+from venusrl.core.names import check_name
 from venusrl.scheduling.fcfs import FcfsAction
 from venusrl.scheduling.options import SchedulerOptions
 from venusrl.scheduling.protocol import SchedulerPolicy
@@ -47,8 +48,7 @@ def make_policy(name: str, options: SchedulerOptions = SchedulerOptions()) -> Sc
     Raises:
       ConfigError: no such policy, or a switch that it does not have.
     """
-    if name not in POLICIES:
-        raise ConfigError(f"scheduler.name={name!r} is unknown; one of {', '.join(POLICIES)}")
+    check_name("scheduler.name", name, POLICIES)
     for field in dataclasses.fields(SchedulerOptions):
         value = getattr(options, field.name)
         if field.name in ("batch_groups", "eta") or field.name in _SWITCHES.get(name, ()):

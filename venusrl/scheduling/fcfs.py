@@ -8,6 +8,7 @@ class FcfsAction:
     """Ready actions in order of arrival; a preempted one comes again at the end. See SchedulerPolicy."""
 
     def __init__(self):
+        self.length_sources: dict[str, int] = {}
         self._slots = Slots()
         self._waiting: dict[str, None] = {}  # insertion order is arrival order
 

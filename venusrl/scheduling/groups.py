@@ -6,6 +6,7 @@ import math
 from venusrl.scheduling.cut import PriorityCut
 
 DUE, CRITICAL, REST = 0, 1, 2  # classes of priority; the lower, the sooner
+DONE_BATCHES = 8  # times the groups that may be ready at once, whose names are kept
 STEPS = 8  # places are told apart in so many steps to a doubling, so that the order does not change at every token
 
 
@@ -23,6 +24,18 @@ class OpenGroup:
     opened: int
     unseen: int
     oldest: int | None = None
+    remaining: dict[str, float] = dataclasses.field(default_factory=dict)
+    klass: int = REST
+
+
+@dataclasses.dataclass(slots=True)
+class _Evaluation:
+    """Attributes:
+    since: versions that had been published when it was opened.
+    remaining: predicted remaining tokens, by unfinished trajectory.
+    """
+
+    since: int
     remaining: dict[str, float] = dataclasses.field(default_factory=dict)
     klass: int = REST
 
@@ -49,9 +62,11 @@ class CriticalGroups:
         self._ranked = ranked
         self._groups: dict[str, OpenGroup] = {}
         self._cut = PriorityCut(batch_groups)
+        self._evaluations: dict[str, _Evaluation] = {}
         self._by_version: dict[int, set[str]] = {}
         self._ready = 0
-        self._opened = 0
+        self._done: dict[str, None] = {}  # groups that closed as ready, the last ones
+        self._opened = self._publications = 0
         self._version = 0
         self._changed: dict[str, None] = {}
         self.slots = 1  # of all workers
@@ -61,13 +76,13 @@ class CriticalGroups:
         return group in self._groups
 
     def klass(self, group: str) -> int:
-        """DUE, CRITICAL or REST; groups that were never opened (evaluation) are CRITICAL."""
-        found = self._groups.get(group)
+        """DUE, CRITICAL or REST; groups that nobody opened (a program's calls) are CRITICAL."""
+        found = self._groups.get(group) or self._evaluations.get(group)
         return CRITICAL if found is None else found.klass
 
     def trajectories(self, group: str) -> list[str]:
         """Its unfinished trajectories, so far as they have been seen."""
-        found = self._groups.get(group)
+        found = self._groups.get(group) or self._evaluations.get(group)
         return [] if found is None else list(found.remaining)
 
     def changed(self) -> list[str]:
@@ -77,7 +92,7 @@ class CriticalGroups:
         if not self._changed:
             return []
         changed, self._changed = self._changed, {}
-        return [group for group in changed if group in self._groups]
+        return [group for group in changed if group in self._groups or group in self._evaluations]
 
     def open(self, group: str, size: int, version: int) -> None:
         found = self._groups[group] = OpenGroup(self._opened, version, size)
@@ -86,13 +101,31 @@ class CriticalGroups:
         self._by_version.setdefault(version, set()).add(group)
         self._place(group, found)
 
+    def evaluate(self, group: str) -> None:
+        """A group of an evaluation: it has no place among those that a batch waits for, and goes after them; as one of
+        them, lest it starve, once more than eta versions were published since."""
+        self._evaluations[group] = _Evaluation(self._publications)
+
+    def evaluates(self, group: str) -> bool:
+        return group in self._evaluations
+
     def close(self, group: str, ready: bool) -> None:
+        self._evaluations.pop(group, None)
         found = self._groups.pop(group, None)
         if found is None:
+            if group in self._done and not ready:  # it was ready, and is thrown away
+                del self._done[group]
+                self._ready = max(0, self._ready - 1)
+                self._resize()
             return
         self._by_version.get(self._deadline(found), set()).discard(group)
         self._cut.remove(group)
-        self._ready += ready
+        if ready:
+            self._ready += 1
+            self._done[group] = None
+            # Which ones a batch took is not told; what no rule can still throw away for its age is forgotten.
+            while len(self._done) > DONE_BATCHES * (self._eta + 2) * self._batch:
+                del self._done[next(iter(self._done))]
         self._resize()
 
     def taken(self, groups: int) -> None:
@@ -102,6 +135,11 @@ class CriticalGroups:
 
     def published(self, version: int) -> None:
         """Groups at their last admissible version become due."""
+        self._publications += 1
+        for group, found in self._evaluations.items():
+            if found.klass == REST and self._publications - found.since > self._eta:
+                found.klass = CRITICAL
+                self._changed[group] = None
         first, self._version = self._version - self._eta, version
         for bucket in range(first, version - self._eta + 1):
             for group in self._by_version.get(bucket, ()):
@@ -119,6 +157,9 @@ class CriticalGroups:
 
     def expect(self, group: str, remaining: dict[str, float]) -> None:
         """Predicted remaining tokens of some of its unfinished trajectories."""
+        if group in self._evaluations:
+            self._evaluations[group].remaining.update(remaining)
+            return
         found = self._groups.get(group)
         if found is not None:
             known = found.remaining
@@ -130,6 +171,9 @@ class CriticalGroups:
 
     def ended(self, group: str, trajectory: str) -> None:
         """A trajectory ended, whichever way."""
+        if group in self._evaluations:
+            self._evaluations[group].remaining.pop(trajectory, None)
+            return
         found = self._groups.get(group)
         if found is not None and found.remaining.pop(trajectory, None) is not None:
             self._place(group, found)

@@ -1,8 +1,11 @@
 """How many tokens a trajectory will still generate: the predictor's word where there is one, else its group-mates'."""
 
 import math
+from collections import Counter
 
 from venusrl.scheduling.protocol import Event, LengthPredicted
+
+SOURCES = ("predictor", "group_mean", "run_mean", "none")
 
 
 class _Mean:
@@ -26,6 +29,9 @@ class Lengths:
     A prediction, from its arrival on; then the mean of finished group-mates; then the mean of all finished trajectories
     of the run. On traces the mean of group-mates has a rank correlation of 0.81 to 0.90 with the length, counters alone
     0.13 to 0.46 (terminal-bench leaderboard runs; AgentCgroup, arXiv 2602.09345).
+
+    Attributes:
+      asked: actions that were counted, by the source of their remaining length.
     """
 
     def __init__(self, use_predictions: bool = True):
@@ -34,6 +40,7 @@ class Lengths:
         self._groups: dict[str, _Mean] = {}
         self._all = _Mean()
         self._contexts = _Mean()
+        self.asked: Counter[str] = Counter(dict.fromkeys(SOURCES, 0))
 
     @property
     def typical(self) -> float:
@@ -68,6 +75,18 @@ class Lengths:
     def close(self, group: str) -> None:
         """A group ended."""
         self._groups.pop(group, None)
+
+    def source(self, trajectory: str, group: str) -> str:
+        """One of SOURCES: where `remaining` would take the length from."""
+        if trajectory in self._predicted:
+            return "predictor"
+        if group in self._groups:
+            return "group_mean"
+        return "run_mean" if self._all.count else "none"
+
+    def count(self, trajectory: str, group: str) -> None:
+        """Counts an action by the source of its trajectory's remaining length."""
+        self.asked[self.source(trajectory, group)] += 1
 
     def remaining(self, trajectory: str, group: str, generated: int) -> float:
         """Expected tokens to come, at least 1; 1 where nothing is known."""

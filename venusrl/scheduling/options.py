@@ -3,6 +3,7 @@
 import dataclasses
 
 from venusrl.core.errors import ConfigError
+from venusrl.core.names import check_name
 
 PREDICTIONS = ("none", "predictor")
 THUNDERAGENT_MODES = ("as_shipped", "as_documented", "tuned")
@@ -14,6 +15,8 @@ class SchedulerOptions:
     batch_groups: B, groups that the trainer waits for.
     eta: versions by which a trained trajectory may be behind.
     prediction: "predictor" ranks groups by predicted remaining length, "none" by the order in which they were opened.
+      Where no predictor answers (none does in a live run so far), the length is the mean of finished group-mates, then
+      of the run; `SchedulerPolicy.length_sources` counts which.
     residency: pages of high-priority trajectories are kept before others.
     demotion: only as many trajectories as a worker's KV holds are kept and run; the others wait.
     migration: waiting actions move to workers with more room, with their KV.
@@ -35,9 +38,5 @@ class SchedulerOptions:
     def __post_init__(self):
         if self.batch_groups < 1 or self.eta < 0:
             raise ConfigError(f"batch_groups={self.batch_groups}, eta={self.eta}; at least 1 and at least 0")
-        if self.prediction not in PREDICTIONS:
-            raise ConfigError(f"scheduler.prediction={self.prediction!r} is unknown; one of {', '.join(PREDICTIONS)}")
-        if self.thunderagent not in THUNDERAGENT_MODES:
-            raise ConfigError(
-                f"scheduler.thunderagent={self.thunderagent!r} is unknown; one of {', '.join(THUNDERAGENT_MODES)}"
-            )
+        check_name("scheduler.prediction", self.prediction, PREDICTIONS)
+        check_name("scheduler.thunderagent", self.thunderagent, THUNDERAGENT_MODES)

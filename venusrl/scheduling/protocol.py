@@ -9,6 +9,7 @@ Between an ActionDone and the next ActionReady of a trajectory its tool is at wo
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Protocol
 
 
@@ -45,11 +46,17 @@ class WorkerDown(Event):
 
 @dataclasses.dataclass(slots=True)
 class GroupOpened(Event):
-    """A group of `size` trajectories was opened at policy version `version`."""
+    """A group of `size` trajectories was opened at policy version `version`.
+
+    Attributes:
+      training: a batch may wait for it. Not so a group of an evaluation: it is never due, in no batch, and counts for
+        none, whatever its version is and however it closes.
+    """
 
     group: str
     size: int
     version: int
+    training: bool = True
 
 
 @dataclasses.dataclass(slots=True)
@@ -108,7 +115,10 @@ class TrajectoryDone(Event):
 
 @dataclasses.dataclass(slots=True)
 class GroupClosed(Event):
-    """A group is ready for training, or (`ready` False) has failed or was discarded."""
+    """A group is ready for training, or (`ready` False) has failed or was discarded; one of an evaluation has ended.
+
+    A group that was ready, and is discarded before a batch took it, is closed again with `ready` False.
+    """
 
     group: str
     ready: bool = True
@@ -174,7 +184,14 @@ Decision = Admit | Preempt | Prioritise | Wake
 
 
 class SchedulerPolicy(Protocol):
-    """A pure state machine. The same object runs live and in the simulator."""
+    """A pure state machine. The same object runs live and in the simulator.
+
+    Attributes:
+      length_sources: actions so far by what their remaining length came from, one of `lengths.SOURCES`; empty where a
+        policy asks for none.
+    """
+
+    length_sources: Mapping[str, int]
 
     def observe(self, event: Event) -> None:
         """Takes note of an event. Unknown kinds of event are ignored; cheap, O(log n)."""

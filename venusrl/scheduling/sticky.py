@@ -8,6 +8,7 @@ permits, as many as there are slots, from its first action to its end, tools inc
 import zlib
 from collections import deque
 
+from venusrl.core.names import check_name
 from venusrl.scheduling.protocol import (
     ActionDone,
     ActionReady,
@@ -29,6 +30,8 @@ class Sticky:
     """
 
     def __init__(self, route: str, hold: bool):
+        self.length_sources: dict[str, int] = {}
+        check_name("route", route, ("fewest", "hash"))
         self._route = route
         self._hold = hold
         self._slots: dict[str, int] = {}

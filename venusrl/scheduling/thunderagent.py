@@ -13,6 +13,8 @@ What differs: tokens are counted, where the router estimates them from character
 
 import dataclasses
 
+from venusrl.core.names import check_name
+from venusrl.scheduling.options import THUNDERAGENT_MODES
 from venusrl.scheduling.protocol import (
     ActionDone,
     ActionReady,
@@ -69,6 +71,8 @@ class ThunderAgent:
     """
 
     def __init__(self, mode: str = "as_shipped"):
+        self.length_sources: dict[str, int] = {}
+        check_name("mode", mode, THUNDERAGENT_MODES)
         self._documented = mode == "as_documented"
         self._limits = Thresholds(0.95, 0.80, 0.85) if mode == "tuned" else Thresholds()
         self._backends: dict[str, _Backend] = {}

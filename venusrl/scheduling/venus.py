@@ -1,11 +1,13 @@
 """Actions by priority: the groups that unblock the next batch get the slots, keep their KV, and move to where room is.
 
 Every trajectory has a home, the worker with its KV, and a key: those of due groups first, then of critical ones, then
-the others; in each class the longest remaining first, for the batch waits for its slowest. On each worker the
-trajectories in front whose KV fits are its resident set; with `demotion`, the others wait until there is room.
+the others, evaluations among them; in each class the longest remaining first, for the batch waits for its slowest. On
+each worker the trajectories in front whose KV fits are its resident set; with `demotion`, the others wait until there
+is room.
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 from venusrl.scheduling.groups import CRITICAL, REST, CriticalGroups
 from venusrl.scheduling.homes import Home, Homes
@@ -101,7 +103,10 @@ class Venus:
         elif kind is LengthPredicted:
             self._predicted(event)
         elif kind is GroupOpened:
-            self._groups.open(event.group, event.size, event.version)
+            if event.training:
+                self._groups.open(event.group, event.size, event.version)
+            else:
+                self._groups.evaluate(event.group)
         elif kind is GroupClosed:
             self._groups.close(event.group, event.ready)
             self._lengths.close(event.group)
@@ -113,6 +118,11 @@ class Venus:
             self._worker_up(event)
         elif kind is WorkerDown and event.worker in self._homes:
             self._worker_down(event.worker)
+
+    @property
+    def length_sources(self) -> Mapping[str, int]:
+        """See SchedulerPolicy."""
+        return self._lengths.asked
 
     def decide(self, now: float) -> list[Decision]:
         del now
@@ -144,6 +154,7 @@ class Venus:
         t.context, t.generated, t.state = e.context, e.generated, READY
         if e.start_version is not None:
             self._groups.started(e.group, e.start_version)
+        self._lengths.count(e.trajectory, e.group)
         self._expect(e.trajectory, t)
         self._rekey(e.trajectory, t)
         self._arrived[e.trajectory] = None
@@ -174,7 +185,7 @@ class Venus:
         self._leave_home(e.trajectory, t)
         del self._names[t.seq]
         self._restate.pop(e.trajectory, None)
-        if e.lost:
+        if e.lost or self._groups.evaluates(e.group):  # the lengths of held-out tasks are not those of training's
             self._lengths.forget(e.trajectory)
             return
         self._lengths.finished(e.trajectory, e.group, t.generated, t.context)

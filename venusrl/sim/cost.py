@@ -8,6 +8,7 @@ import dataclasses
 from typing import Protocol
 
 from venusrl.core.errors import ConfigError
+from venusrl.core.names import check_name
 from venusrl.models.config import ModelConfig
 
 BYTES = 2  # of a weight or a KV element, bfloat16
@@ -48,8 +49,7 @@ def accelerator(name: str) -> Accelerator:
     """Raises:
     ConfigError: no such accelerator.
     """
-    if name not in ACCELERATORS:
-        raise ConfigError(f"accelerator={name!r} is unknown; one of {', '.join(ACCELERATORS)}")
+    check_name("accelerator", name, ACCELERATORS)
     return ACCELERATORS[name]
 
 

@@ -3,7 +3,8 @@
 import dataclasses
 import enum
 
-from venusrl.core.errors import ConfigError
+from venusrl.coordinator.rules import RULES
+from venusrl.core.names import check_name
 from venusrl.scheduling import POLICIES, SchedulerOptions
 
 
@@ -39,12 +40,12 @@ class System:
     switches: tuple[tuple[str, object], ...] = ()
 
     def __post_init__(self):
-        if self.scheduler not in POLICIES:
-            raise ConfigError(f"scheduler={self.scheduler!r} is unknown; one of {', '.join(POLICIES)}")
+        check_name("scheduler", self.scheduler, POLICIES)
+        if self.rule:
+            check_name("rule", self.rule, RULES)
         known = {field.name for field in dataclasses.fields(SchedulerOptions)} - {"batch_groups", "eta"}
         for name, _ in self.switches:
-            if name not in known:
-                raise ConfigError(f"switch {name!r} is unknown; one of {', '.join(sorted(known))}")
+            check_name("switch", name, sorted(known))
 
 
 # VenusRL's order of actions on an engine that knows nothing of trajectories and evicts what was used least recently.
@@ -80,6 +81,5 @@ def system(name: str) -> System:
     """Raises:
     ConfigError: no such system.
     """
-    if name not in SYSTEMS:
-        raise ConfigError(f"system {name!r} is unknown; one of {', '.join(SYSTEMS)}")
+    check_name("system", name, SYSTEMS)
     return SYSTEMS[name]

@@ -271,7 +271,7 @@ def test_the_longest_sequence_ends_a_turn(weights):
 
 
 @pytest.mark.parametrize(
-    "context, count, says", [(tiny.LENGTH, 1, "max_length=48"), (0, 1, "0 context tokens"), (3, 0, "max_tokens 0")]
+    "context, count, says", [(tiny.LENGTH, 1, "max_length=48"), (0, 1, "0 context tokens"), (3, 0, "max_tokens=0")]
 )
 def test_requests_that_cannot_run_are_refused(weights, context, count, says):
     engine = tiny.engine(weights)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from venusrl.core.errors import ConfigError
+from venusrl.core.names import check_name
 from venusrl.learner.objectives import grpo, sft
 from venusrl.learner.objectives.base import Loss, Objective, TokenStats
 
@@ -19,8 +20,7 @@ def make_objective(name: str, options: Mapping[str, Any]) -> Objective:
     Raises:
       ConfigError: no such objective or option.
     """
-    if name not in OBJECTIVES:
-        raise ConfigError(f"learner.objective={name!r} is unknown; one of {', '.join(OBJECTIVES)}")
+    check_name("learner.objective", name, OBJECTIVES)
     try:
         return OBJECTIVES[name](**options)
     except TypeError as error:

@@ -48,8 +48,10 @@ class Objective(Protocol):
 
     Attributes:
       needs_reference: whether `TokenStats.reference` must come from a reference policy.
+      needs_advantages: whether a batch whose advantages are all 0 has nothing to learn from.
     """
 
     needs_reference: bool
+    needs_advantages: bool
 
     def __call__(self, stats: TokenStats) -> Loss: ...

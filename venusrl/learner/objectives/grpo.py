@@ -5,6 +5,7 @@ and proximal policy, arXiv 2110.00641 and AReaL, arXiv 2505.24298.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -38,12 +39,16 @@ class Grpo:
 
     def __post_init__(self):
         for name in ("clip_low", "clip_high", "tis_cap", "kl_coef", "entropy_coef"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"learner.{name}={getattr(self, name)} is negative; pass 0 or more")
+            if not 0 <= getattr(self, name) < math.inf:  # false of nan, too
+                raise ConfigError(f"learner.{name}={getattr(self, name)} is no number of 0 or more; pass one")
 
     @property
     def needs_reference(self) -> bool:
         return self.kl_coef > 0
+
+    @property
+    def needs_advantages(self) -> bool:
+        return self.kl_coef == 0 and self.entropy_coef == 0
 
     def __call__(self, stats: TokenStats) -> Loss:
         mask = stats.mask

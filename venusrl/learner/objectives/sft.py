@@ -11,6 +11,7 @@ class Sft:
     """Mean over demonstrated tokens of -log p."""
 
     needs_reference: bool = dataclasses.field(default=False, init=False)
+    needs_advantages: bool = dataclasses.field(default=False, init=False)
 
     def __call__(self, stats: TokenStats) -> Loss:
         metrics = {"entropy": Metric.mean(stats.entropy, stats.mask)}

@@ -20,6 +20,7 @@ import numpy as np
 from venusrl.core.errors import ConfigError, ContractError
 from venusrl.models.config import ModelConfig
 from venusrl.rollout.engine.attention import choose
+from venusrl.rollout.engine.checks import check_fields, check_params, device_temperature
 from venusrl.rollout.engine.kv import KvStore, Prefix
 from venusrl.rollout.engine.lanes import Lanes, fitting
 from venusrl.rollout.engine.options import EngineOptions, bucket
@@ -36,6 +37,8 @@ class Engine:
     Attributes:
       options: what it was told, with the number of lanes that fits.
       attention: name of the attention that it uses.
+      version: of the weights in use.
+      updates_asked, updates_used: how often new weights were given, and how many of those are in use or were replaced.
     """
 
     def __init__(self, config: ModelConfig, params: Any, version: int, stop_tokens: tuple[int, ...], o: EngineOptions):
@@ -46,6 +49,7 @@ class Engine:
         o = dataclasses.replace(o, lanes=o.lanes or fitting(params, o.slots))
         self.options = o
         self.version = version
+        self._config = config
         self._params = params
         attention, note = choose(o.attention, config)
         if note:
@@ -62,6 +66,7 @@ class Engine:
         self._claims: dict[tuple, str] = {}  # prefixes that are being prefilled, and by whom
         self._awaited: set[str] = set()  # those whose prefix another waits for
         self._next: tuple[Any, int] | None = None  # weights that wait until nothing runs
+        self.updates_asked = self.updates_used = 0
         self._resident: set[str] = set()
         self._kept: dict[str, int] = {}  # tokens cached when its last request ended, of those resident ever since
         self._orders = 0
@@ -104,15 +109,9 @@ class Engine:
     # Requests
 
     def check_request(self, request: Request) -> None:
-        """Raises ContractError where the request can never run."""
+        """Raises ContractError where the request can never run, whatever its fields hold."""
+        check_fields(request, self._config.vocab_size)
         o, length = self.options, len(request.tokens)
-        if not request.tokens or request.max_tokens < 1:
-            raise ContractError(
-                f"request of {request.trajectory}: {length} context tokens, max_tokens "
-                f"{request.max_tokens}; both must be at least 1"
-            )
-        if not 0 <= request.seed < 2**31:
-            raise ContractError(f"request of {request.trajectory}: seed {request.seed} is no int32 >= 0; use another")
         if length >= o.max_length:
             raise ContractError(
                 f"request of {request.trajectory}: {length} context tokens leave no room in "
@@ -178,11 +177,34 @@ class Engine:
 
     # Weights
 
-    def set_weights(self, params: Any, version: int) -> None:
-        """Takes new weights, at once or (`on_update` "drain") when what runs has ended; see EngineOptions.on_update."""
+    def set_weights(self, params: Any, version: int, restart: bool = False) -> None:
+        """Takes new weights, at once or (`on_update` "drain") when what runs has ended; see EngineOptions.on_update.
+
+        Versions only grow. The version that is in use already may come again: the weights given last are used.
+
+        Args:
+          restart: another run begins, or an earlier state of one; its version may be lower.
+
+        Raises:
+          ContractError: the version is older than one that is in use or waits, or the weights are of another shape;
+            nothing has changed then.
+        """
+        newest = self.version if self._next is None else self._next[1]
+        if type(version) is not int or version < 0:
+            raise ContractError(f"weights of version {version!r}; give a whole number, 0 or more")
+        if version < newest and not restart:
+            raise ContractError(
+                f"weights of version {version} are older than those of version {newest}, which are here; versions only "
+                "grow in a run (pass restart=True where another run begins)"
+            )
+        check_params(params, self._params)
+        self.updates_asked += 1
         if self.options.on_update == "drain" and self._running:
             self._next = (params, version)
             return
+        self._use(params, version)
+
+    def _use(self, params: Any, version: int) -> None:
         started = time.perf_counter()
         self._next = None
         self._params, self.version = params, version
@@ -193,6 +215,7 @@ class Engine:
             self._kept.clear()
         self._updated = self._kv.tree.ticks
         jax.block_until_ready(params)
+        self.updates_used = self.updates_asked
         self._counts["pause_s"] += time.perf_counter() - started
 
     # A step
@@ -200,7 +223,7 @@ class Engine:
     def step(self) -> list[Answer]:
         """Starts what can start, prefills, decodes once; the chunk of each request that decoded."""
         if self._next is not None and not self._running:
-            self.set_weights(*self._next)
+            self._use(*self._next)
         answers: list[Answer] = []
         deadline = time.perf_counter() + self.options.stall_s
         while True:
@@ -389,7 +412,7 @@ class Engine:
         temperature = np.zeros(size, np.float32)
         for i, row, s in zip(places, own, ready, strict=True):
             where[i], token[i], position[i] = row, s.tokens[-1], len(s.tokens) - 1
-            remaining[i], seed[i], temperature[i] = s.left, s.request.seed, s.request.temperature
+            remaining[i], seed[i], temperature[i] = s.left, s.request.seed, device_temperature(s.request.temperature)
         read, caches = bucket(int(position.max()), self._reads), self._kv.caches
         state = RowState(*(jnp.asarray(x) for x in (token, position, remaining, temperature, seed)))
         which = None if size == rows else jnp.asarray(where)

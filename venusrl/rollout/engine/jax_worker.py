@@ -1,11 +1,13 @@
 """The engine as a worker: asyncio outside, one thread of JAX calls inside."""
 
 import asyncio
+import copy
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from venusrl.core.errors import ContractError, WorkerError
+from venusrl.core.errors import ContractError, VenusError, WorkerError
+from venusrl.rollout.engine.checks import check_standing, check_text
 from venusrl.rollout.engine.engine import Engine
 from venusrl.rollout.engine.kv import Prefix
 from venusrl.rollout.worker import Chunk, Load, Request, again
@@ -30,7 +32,7 @@ class JaxWorker:
         self._streams: dict[str, tuple[Request, asyncio.Queue]] = {}
         self._asked: list[Callable[[], Awaitable | None]] = []
         self._updates: set[asyncio.Future] = set()
-        self._draining: dict[asyncio.Future, int] = {}  # the version that each waits for
+        self._draining: dict[asyncio.Future, int] = {}  # the number of the update that each waits for
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"engine-{name}")
         self._task: asyncio.Task | None = None
@@ -50,11 +52,12 @@ class JaxWorker:
             raise self.failure
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
+        self._engine.check_request(request)
         if request.trajectory in self._streams:
             raise ContractError(f"trajectory {request.trajectory} already has a request on {self.name}")
-        self._engine.check_request(request)
+        request = copy.copy(request)  # what the engine answers is told apart by it, and a caller may ask the same again
         stream: asyncio.Queue = asyncio.Queue()
-        self._ask(lambda: self._engine.submit(request))
+        self._ask(lambda: self._submit(request, stream))
         self._streams[request.trajectory] = (request, stream)
         finished = False
         try:
@@ -72,7 +75,18 @@ class JaxWorker:
             if not finished and not self._closed:  # leaving a closed worker is no error
                 self._ask(lambda: self._cancel(request.trajectory))
 
+    def _submit(self, request: Request, stream: asyncio.Queue) -> None:
+        try:
+            self._engine.submit(request)
+        except ContractError as error:
+            stream.put_nowait(error)
+        except Exception as error:  # noqa: BLE001 - one request is not the worker: its reader is told, the others go on
+            failure = WorkerError(f"request of {request.trajectory} on {self.name} could not be queued: {error!r}")
+            failure.__cause__ = error
+            stream.put_nowait(failure)
+
     async def preempt(self, trajectory: str) -> None:
+        check_text("trajectory", trajectory)
         meant = self._streams.get(trajectory)
 
         def act():
@@ -83,24 +97,32 @@ class JaxWorker:
         self._ask(act)
 
     def prioritise(self, trajectory: str, priority: int, resident: bool) -> None:
+        check_standing(trajectory, priority, resident)
         if not self._closed:
             self._ask(lambda: self._engine.prioritise(trajectory, priority, resident))
 
     async def release(self, trajectory: str) -> None:
+        check_text("trajectory", trajectory)
         self._ask(lambda: self._engine.release(trajectory))
 
     async def export_kv(self, trajectory: str) -> Prefix | None:
+        check_text("trajectory", trajectory)
         return await self._call(lambda: self._engine.export(trajectory))
 
     async def import_kv(self, prefix: Prefix | None) -> int:
         return await self._call(lambda: self._engine.bring(prefix)) if prefix is not None else 0
 
     async def _call(self, act: Callable[[], Any]) -> Any:
-        """What `act` gives, between two steps."""
+        """What `act` gives or raises, between two steps."""
         done = asyncio.get_running_loop().create_future()
 
         def run():
-            result = act()
+            try:
+                result = act()
+            except VenusError as error:  # its caller's, not the worker's
+                if not done.done():
+                    done.set_exception(error)
+                return
             if not done.done():
                 done.set_result(result)
 
@@ -111,13 +133,24 @@ class JaxWorker:
         finally:
             self._updates.discard(done)
 
-    async def update_weights(self, params: Any, version: int) -> None:
+    async def update_weights(self, params: Any, version: int, restart: bool = False) -> None:
+        """Returns once these weights are in use, or newer ones that came meanwhile; see Engine.set_weights.
+
+        Raises:
+          ContractError: they are older than those that are here, or of another model; the worker goes on.
+          WorkerError: the worker failed or was closed.
+        """
         loop = asyncio.get_running_loop()
         done = loop.create_future()
 
         async def act():
-            await loop.run_in_executor(self._thread, self._engine.set_weights, params, version)
-            self._draining[done] = version
+            try:
+                await loop.run_in_executor(self._thread, self._engine.set_weights, params, version, restart)
+            except ContractError as error:
+                if not done.done():
+                    done.set_exception(error)
+                return
+            self._draining[done] = self._engine.updates_asked
             self._tell_updated()
 
         self._ask(act)
@@ -128,7 +161,7 @@ class JaxWorker:
             self._updates.discard(done)
 
     def _tell_updated(self) -> None:
-        for done in [d for d, version in self._draining.items() if version <= self._engine.version]:
+        for done in [d for d, number in self._draining.items() if number <= self._engine.updates_used]:
             del self._draining[done]
             if not done.done():
                 done.set_result(None)

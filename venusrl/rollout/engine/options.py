@@ -3,6 +3,7 @@
 import dataclasses
 
 from venusrl.core.errors import ConfigError
+from venusrl.core.names import check_name
 from venusrl.rollout.engine.attention import NAMES
 from venusrl.rollout.engine.residency import order
 
@@ -64,10 +65,8 @@ class EngineOptions:
             raise ConfigError(f"rollout.kv_tokens={self.kv_tokens} is less than two pages of {self.page}; raise it")
         if not self.stall_s > 0:
             raise ConfigError(f"rollout.stall_s={self.stall_s}; give seconds above 0")
-        if self.on_update not in UPDATES:
-            raise ConfigError(f"rollout.on_update={self.on_update!r} is unknown; one of {', '.join(UPDATES)}")
-        if self.attention not in NAMES:
-            raise ConfigError(f"rollout.attention={self.attention!r} is unknown; one of {', '.join(NAMES)}")
+        check_name("rollout.on_update", self.on_update, UPDATES)
+        check_name("rollout.attention", self.attention, NAMES)
         if 0 < self.host_tokens < self.page:
             raise ConfigError(f"rollout.host_tokens={self.host_tokens} is less than a page of {self.page}; raise it")
         order(self.residency)

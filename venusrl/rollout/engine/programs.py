@@ -40,15 +40,17 @@ class Decoded(NamedTuple):
 
 
 def sample(logits_RV: jax.Array, state: RowState) -> tuple[jax.Array, jax.Array]:
-    """One token a row and its logprob under temperature only (temperature 1 where greedy).
+    """One token a row and its logprob under temperature only (temperature 1 where greedy); no logprob is above 0.
+
+    The largest logit is taken off before the division: what the rounding of a large quotient would lose of the
+    difference (0.002 of 30 / 0.001) is then never there.
 
     The draw depends on (seed, position) alone: the same trajectory is sampled the same in any batch.
     """
     rows, vocab = logits_RV.shape
     greedy = state.temperature <= 0
-    logits = logits_RV / jnp.where(greedy, 1.0, state.temperature)[:, None]
-    largest = logits.max(-1, keepdims=True)
-    weights = jnp.exp(logits - largest)
+    below_RV = (logits_RV - logits_RV.max(-1, keepdims=True)) / jnp.where(greedy, 1.0, state.temperature)[:, None]
+    weights = jnp.exp(below_RV)
 
     # By inversion, in two levels: a block of tokens, then a token in it. One random number a row, against one a token
     # and its two logarithms by Gumbel's trick (4.4 ms of a step of 32 rows and 2,048 tokens on a CPU, this 1.0 ms).
@@ -65,8 +67,9 @@ def sample(logits_RV: jax.Array, state: RowState) -> tuple[jax.Array, jax.Array]
     block = _invert(sums_RX, draws_R2[:, 0])
     chosen_RY = jnp.take_along_axis(weights_RXY, block[:, None, None], axis=1)[:, 0]
     sampled = block * BLOCK + _invert(chosen_RY, draws_R2[:, 1])
-    token = jnp.where(greedy, logits.argmax(-1), sampled).astype(jnp.int32)
-    logprob = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - largest[:, 0] - jnp.log(total)
+    token = jnp.where(greedy, logits_RV.argmax(-1), sampled).astype(jnp.int32)
+    # Two terms that are 0 or less: the sum has a 1 in it, for the largest.
+    logprob = jnp.take_along_axis(below_RV, token[:, None], axis=-1)[:, 0] - jnp.log(jnp.maximum(total, 1.0))
     return token, logprob
 
 

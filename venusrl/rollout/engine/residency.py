@@ -7,7 +7,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from venusrl.core.errors import ConfigError
+from venusrl.core.names import check_name
 
 
 class Leaf(Protocol):
@@ -43,6 +43,5 @@ def order(name: str) -> Order:
     """Raises:
     ConfigError: no such order.
     """
-    if name not in ORDERS:
-        raise ConfigError(f"rollout.residency={name!r} is unknown; one of {', '.join(ORDERS)}")
+    check_name("rollout.residency", name, ORDERS)
     return ORDERS[name]

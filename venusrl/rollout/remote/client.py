@@ -112,9 +112,9 @@ class RemoteWorker:
             return 0
         return (await self._call("PUT", "/kv", content=prefix)).json()["tokens"]
 
-    async def update_weights(self, params: Any, version: int) -> None:
+    async def update_weights(self, params: Any, version: int, restart: bool = False) -> None:
         data = await asyncio.to_thread(self._write_weights, params)
-        await self._call("PUT", f"/weights/{version}", content=data)
+        await self._call("PUT", f"/weights/{version}" + ("?restart=1" if restart else ""), content=data)
 
     def load(self) -> Load:
         """As of a moment ago."""

@@ -5,7 +5,7 @@
 - POST /preempt, /prioritise, /release
 - GET /kv/ID: KV of a trajectory as one checksummed message; 204 where there is none.
 - PUT /kv: takes such a message.
-- PUT /weights/V: takes a safetensors file as version V.
+- PUT /weights/V: takes a safetensors file as version V; ?restart=1 where another run begins, at a lower version maybe.
 - GET /load, /info, /metrics
 """
 
@@ -75,7 +75,8 @@ def worker_app(
 
     async def weights(request: HttpRequest) -> Response:
         params = await asyncio.to_thread(read_weights, await _read(request, None))
-        await worker.update_weights(params, request.path_params["version"])
+        restart = request.query_params.get("restart") == "1"
+        await worker.update_weights(params, request.path_params["version"], restart)
         return JSONResponse({})
 
     async def load(request: HttpRequest) -> Response:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from venusrl.core.errors import ConfigError
+from venusrl.core.names import check_name
 from venusrl.models.config import ModelConfig
 from venusrl.rollout.engine.attention.base import RowAttention
 from venusrl.rollout.engine.attention.check import disagreement
@@ -25,6 +26,7 @@ def choose(name: str, config: ModelConfig) -> tuple[RowAttention, str]:
     Raises:
       ConfigError: one was asked for by name and cannot be used here.
     """
+    check_name("rollout.attention", name, NAMES)
     own = {"gpu": "cudnn", "tpu": "tpu"}.get(jax.default_backend(), "xla")
     wanted = own if name == "auto" else name
     if wanted == "xla":
