@@ -11,6 +11,7 @@ from venusrl.core.errors import ConfigError
 from venusrl.models.attention import segment_attention
 from venusrl.models.config import SIZES, ModelConfig, model_config
 from venusrl.models.decoder import Decoder, head_matrix, init_params, rope
+from venusrl.models.rope import rope_frequencies
 
 from . import naive
 
@@ -76,7 +77,7 @@ def test_tokens_see_only_earlier_ones(config):
 def test_rope_keeps_large_positions_apart_in_bfloat16():
     x = np.ones((1, 2, 1, 8), np.float32)
     for dtype, tolerance in (("float32", 1e-4), ("bfloat16", 1e-2)):
-        turned = rope(jax.numpy.asarray(x, dtype), np.array([[256, 257]]), 1e4)
+        turned = rope(jax.numpy.asarray(x, dtype), np.array([[256, 257]]), rope_frequencies(8, 1e4))
         assert turned.dtype == dtype
         expected = naive.rotate(np.ones((258, 8)), 1e4)[256:]
         np.testing.assert_allclose(np.asarray(turned[0, :, 0], np.float32), expected, atol=tolerance)
