@@ -161,8 +161,8 @@ def test_qwen3_needs_no_permutation(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("blk.1.ffn_up.weight"), "tensors are missing, the first is model.layers.1.mlp.up_proj.weight"),
-        (lambda t: t.update({"rope_freqs.weight": np.ones(4, np.float32)}), "rope_freqs.weight has no place"),
+        (lambda t: t.pop("blk.1.ffn_up.weight"), "1 of 20 tensors are missing: model.layers.1.mlp.up_proj.weight"),
+        (lambda t: t.update({"rope_freqs.weight": np.full(4, 8, np.float32)}), "rope_freqs.weight stretches"),
         (lambda t: t.update({"blk.7.ffn_up.weight": np.ones((48, 32), np.float32)}), "layers.7.mlp.up_proj.weight"),
         (lambda t: t.update({"blk.0.ffn_up.weight": np.ones((40, 32), np.float32)}), r"\(40, 32\).*needs \(48, 32\)"),
         (lambda t: t.update({"blk.0.attn_q.weight": np.ones((36, 32), np.float32)}), "attn_q.weight has 36 rows"),

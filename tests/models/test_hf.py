@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from venusrl.core.errors import CheckpointError
-from venusrl.models import hf
+from venusrl.models import hf, hf_config
 from venusrl.models.decoder import init_params
 
 from . import naive
@@ -23,7 +23,10 @@ def params_of(config):
     return naive.random_params(shapes)
 
 
-@pytest.mark.parametrize("overrides", [{}, dict(tied=False), dict(qk_norm=False)])
+@pytest.mark.parametrize(
+    "overrides",
+    [{}, dict(tied=False), dict(qk_norm=False), dict(qk_norm=False, attention_bias="qkv"), dict(attention_bias="qkvo")],
+)
 def test_round_trip_is_exact(tmp_path, config, overrides):
     config = dataclasses.replace(config, **overrides)
     params = params_of(config)
@@ -31,7 +34,8 @@ def test_round_trip_is_exact(tmp_path, config, overrides):
     chex.assert_trees_all_equal(hf.load(tmp_path, config), params)
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["rope_theta"] == config.rope_theta and written["tie_word_embeddings"] == config.tied
-    assert written["model_type"] == ("qwen3" if config.qk_norm else "llama")
+    kinds = {(True, ""): "qwen3", (True, "qkvo"): "qwen3", (False, ""): "llama", (False, "qkv"): "qwen2"}
+    assert written["model_type"] == kinds[config.qk_norm, config.attention_bias]
 
 
 def test_bfloat16_round_trip(tmp_path, config):
@@ -84,14 +88,21 @@ def test_wrong_shape(config, tensors):
         hf.from_hf(tensors, config)
 
 
-def test_tensor_in_two_files(tmp_path, config, tensors):
+@pytest.fixture
+def described(tmp_path, config):
+    """A folder with the config.json of `config` and no weights yet."""
+    (tmp_path / "config.json").write_text(json.dumps(hf_config.describe(config, "float32")))
+    return tmp_path
+
+
+def test_tensor_in_two_files(described, tmp_path, config, tensors):
     save_file(tensors, tmp_path / "model-1.safetensors")
     save_file({NAME: tensors[NAME]}, tmp_path / "model-2.safetensors")
     with pytest.raises(CheckpointError, match=f"{NAME} is there twice"):
         hf.load(tmp_path, config)
 
 
-def test_shards(tmp_path, config, tensors):
+def test_shards(described, tmp_path, config, tensors):
     names = sorted(tensors)
     save_file({n: tensors[n] for n in names[::2]}, tmp_path / "model-1.safetensors")
     save_file({n: tensors[n] for n in names[1::2]}, tmp_path / "model-2.safetensors")
@@ -113,7 +124,7 @@ def test_tied_model_with_another_head(config, tensors):
 
 
 @pytest.mark.parametrize("left", [0, 5, 200, -10], ids=["empty", "in-length", "in-header", "in-data"])
-def test_truncated_file_is_named(tmp_path, config, tensors, left):
+def test_truncated_file_is_named(described, tmp_path, config, tensors, left):
     save_file(tensors, tmp_path / "model-1.safetensors")
     whole = (tmp_path / "model-1.safetensors").read_bytes()
     (tmp_path / "model-1.safetensors").write_bytes(whole[:left])
