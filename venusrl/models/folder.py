@@ -74,6 +74,17 @@ def open_folder(
     return ModelFolder(path, shape, tokenizer, files, tuple(ignore))
 
 
+def check_free(out: str | os.PathLike) -> None:
+    """Refuses to write over anything.
+
+    Raises:
+      CheckpointError: `out` is a file, or a folder that is not empty.
+    """
+    path = Path(out)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise CheckpointError(f"{out} is there and not empty; give a folder that does not exist")
+
+
 def write_folder(
     out: str | os.PathLike,
     params: dict,
@@ -99,8 +110,7 @@ def write_folder(
     out = Path(out).absolute()
     partial = out.with_name(f".{out.name}.partial")  # of an export that was killed, or fresh
     try:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise CheckpointError(f"{out} is there and not empty; give a folder that does not exist")
+        check_free(out)
         if partial.exists():
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
