@@ -18,11 +18,17 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"no {path.name} in {path.parent}; fix model.checkpoint, or copy the file too") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); copy it again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds {type(value).__name__}, not a JSON object; copy it again")
     return value
+
+
+def short(value: Any) -> str:
+    """A value for a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 class Fields:
@@ -33,7 +39,7 @@ class Fields:
         self.problems: list[str] = []
 
     def problem(self, key: str, why: str) -> None:
-        self.problems.append(f"{self._prefix}{key}={self.raw.get(key)!r}: {why}")
+        self.problems.append(f"{self._prefix}{key}={short(self.raw.get(key))}: {why}")
 
     def has(self, key: str) -> bool:
         return self.raw.get(key) is not None
@@ -48,8 +54,8 @@ class Fields:
             return default or 1.0
         return float(value)
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number of at least 1."""
+    def integer(self, key: str, default: int | None = None, most: int = 2**31 - 1) -> int:
+        """A whole number from 1 to `most`."""
         value = self.raw.get(key)
         if value is None and default is not None:
             return default
@@ -58,6 +64,9 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             self.problem(key, "a positive whole number is needed")
             return default or 1
+        if value > most:
+            self.problem(key, f"at most {most} is believed")
+            return most
         return value
 
     def flag(self, key: str, default: bool = False) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from venusrl.core.errors import CheckpointError, ConfigError
 from venusrl.models.config import ModelConfig
-from venusrl.models.fields import Fields, read_json
+from venusrl.models.fields import Fields, read_json, short
 from venusrl.models.hf_rope import read_rope, rope_entries
 
 FILE = "config.json"
@@ -103,7 +103,7 @@ def _shape(f: Fields) -> dict[str, Any]:
     """Fields of a ModelConfig; problems are left in `f`."""
     kind = _kind(f)
     _check_fixed(f)
-    layers = f.integer("num_hidden_layers")
+    layers = f.integer("num_hidden_layers", most=1000)
     _check_windows(f, kind, layers)
     embed, heads = f.integer("hidden_size"), f.integer("num_attention_heads")
     # transformers takes 128 for a Qwen3 that does not say; null and the other families take the even share.
@@ -165,7 +165,7 @@ def _check_fixed(f: Fields) -> None:
     known = _USED | _IRRELEVANT | set(_FIXED)
     unknown = sorted(key for key, value in f.raw.items() if key not in known and value is not None)
     if unknown:
-        shown = ", ".join(f"{key}={_short(f.raw[key])}" for key in unknown[:10])
+        shown = ", ".join(f"{key}={short(f.raw[key])}" for key in unknown[:10])
         more = f" and {len(unknown) - 10} more" if len(unknown) > 10 else ""
         f.problems.append(
             f"unknown keys, which may change what is computed: {shown}{more} (where one does not: "
@@ -178,7 +178,7 @@ def _check_windows(f: Fields, kind: str, layers: int) -> None:
     kinds = f.raw.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or any(k != "full_attention" for k in kinds)):
         shown = sorted({str(k) for k in kinds}) if isinstance(kinds, list) else kinds
-        f.problems.append(f"layer_types={shown!r}: only 'full_attention' is implemented")
+        f.problems.append(f"layer_types={short(shown)}: only 'full_attention' is implemented")
     elif kinds is not None and len(kinds) != layers:
         f.problems.append(f"layer_types has {len(kinds)} entries, num_hidden_layers is {layers}")
     if kind in ("qwen2", "qwen3"):
@@ -196,11 +196,6 @@ def _same(value: Any, wanted: Any) -> bool:
     if isinstance(wanted, bool) or isinstance(value, bool):
         return value is wanted
     return value == wanted
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def differences(theirs: ModelConfig, ours: ModelConfig, file: str) -> list[str]:

@@ -4,7 +4,7 @@ from typing import Any
 
 from venusrl.core.errors import ConfigError
 from venusrl.models.config import ModelConfig
-from venusrl.models.fields import Fields
+from venusrl.models.fields import Fields, short
 from venusrl.models.rope import LinearRope, Llama3Rope, RopeScaling, YarnRope, yarn_attention_factor
 
 _KEYS = {  # rope_type -> what may stand beside it
@@ -29,7 +29,9 @@ def read_rope(f: Fields, length: int) -> tuple[float, RopeScaling | None, int]:
     """
     old, new = (_flat(f, key) for key in ("rope_scaling", "rope_parameters"))
     if old and new and any(old[key] != new[key] for key in set(old) & set(new)):
-        f.problems.append(f"rope_scaling={old!r} and rope_parameters={new!r} contradict each other; remove one")
+        f.problems.append(
+            f"rope_scaling={short(old)} and rope_parameters={short(new)} contradict each other; remove one"
+        )
     given = old | new
     theta = f.number("rope_theta", 10000.0)
     inner = Fields(given, prefix="rope_parameters." if new else "rope_scaling.")
@@ -41,7 +43,7 @@ def read_rope(f: Fields, length: int) -> tuple[float, RopeScaling | None, int]:
             )
         theta = nested
     kind = given.get("rope_type") or "default"
-    if kind not in _KEYS:
+    if not isinstance(kind, str) or kind not in _KEYS:
         inner.problem("rope_type", f"only {', '.join(_KEYS)} are implemented")
     else:
         extra = {"rope_type", "rope_theta", "partial_rotary_factor", *_KEYS[kind]}
@@ -80,7 +82,7 @@ def _flat(f: Fields, key: str) -> dict[str, Any]:
     if old is not None:
         if group.get("rope_type", old) != old:
             f.problems.append(
-                f"{key}: type={old!r} and rope_type={group['rope_type']!r} contradict each other; remove one"
+                f"{key}: type={short(old)} and rope_type={short(group['rope_type'])} contradict each other; remove one"
             )
         group["rope_type"] = old
     return group

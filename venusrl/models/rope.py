@@ -12,12 +12,14 @@ import numpy as np
 
 from venusrl.core.errors import ConfigError
 
+_MOST = 1e9  # of any number that describes a scaling
+
 
 def _check(scaling, at_least: dict[str, float]) -> None:
     for name, least in at_least.items():
         value = getattr(scaling, name)
-        if not math.isfinite(value) or value < least:
-            raise ConfigError(f"rope scaling: {name}={value}; it must be a finite number of at least {least}")
+        if not least <= value <= _MOST:
+            raise ConfigError(f"rope scaling: {name}={value}; it must be a number from {least} to {_MOST:g}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,12 +94,8 @@ class YarnRope:
     truncate: bool = True
 
     def __post_init__(self):
-        least = {"factor": 1.0, "original_length": 1, "attention_factor": 0.0, "beta_fast": 0.0, "beta_slow": 0.0}
-        _check(self, least)
-        if self.beta_slow <= 0 or self.beta_fast < self.beta_slow:
-            raise ConfigError(
-                f"rope scaling: beta_fast={self.beta_fast}, beta_slow={self.beta_slow}; 32 and 1 are usual"
-            )
+        _check(self, {"factor": 1.0, "original_length": 1, "attention_factor": 1e-3, "beta_slow": 1e-3})
+        _check(self, {"beta_fast": self.beta_slow})
 
     def stretch(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
         half = len(frequencies)
