@@ -55,7 +55,10 @@ class Tokenizer:
         self._control = frozenset(backend.token_to_id(token) for token in names)
         leaking = [token for token in names if self._control & set(self.encode(f"a {token}{token} b\n{token}"))]
         if leaking:
-            raise ConfigError(f"the tokenizer makes {', '.join(leaking)} of text that spells them; use another one")
+            raise ConfigError(
+                f"the tokenizer makes {', '.join(leaking)} of text that spells them, so they cannot be control tokens; "
+                "take them out of eos_token_id, or use another tokenizer"
+            )
         first = self.encode("a")[:1]
         if any(self._backend.id_to_token(i).startswith(_SPACES) for i in first):
             raise ConfigError(
