@@ -251,6 +251,9 @@ def test_a_value_that_all_layers_share_may_be_a_list(tmp_path):
         (dict(rope__scaling__factor=4.0), r"llama\.rope\.scaling\.factor=4\.0"),
         (dict(rope__scaling__yarn_beta_fast=4.0), r"llama\.rope\.scaling\.yarn_beta_fast=4\.0: unknown"),
         (dict(attention__sliding_window=512), r"llama\.attention\.sliding_window=512"),
+        (dict(embedding_length="wide"), r"llama\.embedding_length=wide: a positive whole number"),
+        (dict(block_count=0), r"llama\.block_count=0: a positive whole number"),
+        (dict(rope__freq_base="x"), r"llama\.rope\.freq_base='x'.*floating-point"),
         (dict(expert_count=8), r"llama\.expert_count=8"),
         (dict(attention__scale=0.5), r"llama\.attention\.scale=0\.5: unknown, and may change"),
         (dict(attn_logit_softcapping=50.0), r"llama\.attn_logit_softcapping=50\.0"),
@@ -290,6 +293,9 @@ def test_ends_of_a_reply_come_from_the_metadata(tmp_path):
     files = file.files(file.tokenizer())
     assert files.stop_tokens == (2, 0) and files.prefix == (1,)
     assert (files.eos, files.bos, files.chat_template) == (CONTROL[2], CONTROL[1], "{{ messages }}")
+    no_bos = GgufFile(write(tmp_path / "o.gguf", LLAMA, {}, general={"tokenizer.ggml.add_bos_token": True}))
+    with pytest.raises(CheckpointError, match="no bos_token_id"):
+        no_bos.files(no_bos.tokenizer())
     with pytest.raises(CheckpointError, match="is not below 272"):
         GgufFile(write(tmp_path / "n.gguf", LLAMA, {}, general={"tokenizer.ggml.eos_token_id": 999})).tokenizer()
 

@@ -78,11 +78,21 @@ class Metadata:
                     shown = f"{value[:8]}{'...' if len(value) > 8 else ''}"
                     problems.append(f"{a}.{key}={shown}: layers that differ are not supported")
                 return value[0] if value else 1
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                problems.append(f"{a}.{key}={str(value)[:60]}: a positive whole number is needed")
+                return 1
             return value
 
-        heads, embed = one("attention.head_count"), self.get(f"{a}.embedding_length")
+        heads, embed = one("attention.head_count"), one("embedding_length")
         kv_heads, mlp = one("attention.head_count_kv", heads), one("feed_forward_length")
-        width = self.get(f"{a}.attention.key_length", embed // max(heads, 1))
+        layers, length = one("block_count"), one("context_length")
+        width = one("attention.key_length", max(embed // heads, 1))
+        theta, eps = (
+            self.get(f"{a}.{key}", *default)
+            for key, default in (("rope.freq_base", (10000.0,)), ("attention.layer_norm_rms_epsilon", ()))
+        )
+        if not isinstance(theta, float) or not isinstance(eps, float):
+            problems.append(f"{a}.rope.freq_base={theta!r} and the epsilon {eps!r} must be floating-point numbers")
         for key in ("attention.value_length", "rope.dimension_count"):
             if self.get(f"{a}.{key}", width) != width:
                 problems.append(
@@ -93,17 +103,17 @@ class Metadata:
         return ModelConfig(
             vocab_size=len(self.get("tokenizer.ggml.tokens")),
             embed=embed,
-            layers=self.get(f"{a}.block_count"),
+            layers=layers,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=width,
             mlp=mlp,
-            rope_theta=_float32(self.get(f"{a}.rope.freq_base", 10000.0)),
-            norm_eps=_float32(self.get(f"{a}.attention.layer_norm_rms_epsilon")),
+            rope_theta=_float32(theta),
+            norm_eps=_float32(eps),
             qk_norm=a == "qwen3",
             attention_bias=_BIAS[a],
             tied=tied,
-            max_length=self.get(f"{a}.context_length"),
+            max_length=length,
             dtype=dtype,
             remat=remat,
         )
@@ -162,12 +172,18 @@ class Metadata:
         return found
 
     def special_tokens(self) -> dict[str, str]:
-        """Spelling of bos, eos, pad and unk; "" where there is none."""
+        """Spelling of bos, eos, pad and unk; "" where there is none.
+
+        Raises:
+          CheckpointError: a sequence is to begin with a bos, and there is none.
+        """
         tokens = self.get("tokenizer.ggml.tokens")
         found = {}
         for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
             i = self.get(f"tokenizer.ggml.{key}_token_id", None)
             found[name] = tokens[i] if i is not None and i < len(tokens) else ""
+        if self.get("tokenizer.ggml.add_bos_token", False) and not found["bos"]:
+            raise CheckpointError(f"{self._file}: tokenizer.ggml.add_bos_token=True, but there is no bos_token_id")
         return found
 
 
