@@ -55,7 +55,8 @@ async def serve(config, workdir: str, host: str, port: int) -> None:
     engine = Engine(shape, publish(params, shape.dtype), version, model.chat.stop_tokens, system.engine_options(config))
     worker = JaxWorker("served", engine)
     await worker.start()
-    gateway = Gateway(worker, model.tokenizer, model.chat, config.model.name, idle_s=_IDLE_S.value)
+    name = config.model.name or Path(config.model.checkpoint).name
+    gateway = Gateway(worker, model.tokenizer, model.chat, name, idle_s=_IDLE_S.value)
     print(f"serving at {address}/v1", flush=True)
     try:
         await answer(gateway.app(), listener)

@@ -155,8 +155,7 @@ def check(config: config_dict.ConfigDict) -> None:
     make_coordinator(config)
     engine_options(config)
     rollout_options(config)
-    if config.model.name:
-        model_config(config.model.name, dtype=config.model.dtype)
+    model_config(config.model.name or "tiny", dtype=config.model.dtype)  # without a name the dtype alone
 
 
 def make_learner(config: config_dict.ConfigDict, shape: ModelConfig) -> Learner:

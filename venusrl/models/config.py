@@ -60,6 +60,8 @@ class ModelConfig:
             raise ConfigError(f"model.norm_eps={self.norm_eps}; it must be a finite number, not negative")
         if self.attention_bias not in ("", "qkv", "qkvo"):
             raise ConfigError(f"model.attention_bias={self.attention_bias!r}; use '', 'qkv' or 'qkvo'")
+        if self.qk_norm and self.attention_bias == "qkv":
+            raise ConfigError("model.attention_bias='qkv' with model.qk_norm: no family has both; use 'qkvo' or ''")
         if self.heads % self.kv_heads:
             raise ConfigError(f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}")
         if self.head_dim % 2:
