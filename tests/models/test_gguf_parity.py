@@ -174,7 +174,7 @@ def test_tokens_equal(llama_cpp, tokenizer):
 
 def test_chat_template_equals(file, llama_cpp, tokenizer):
     chat = ChatFormat(tokenizer)
-    chat.check_template(file.chat_template())
+    assert ChatFormat(tokenizer, file.chat_template()).note is None
     for messages in MESSAGES:
         text = llama_cpp.post("/apply-template", messages=messages)["prompt"]
         theirs = llama_cpp.post("/tokenize", content=text, add_special=False, parse_special=True)["tokens"]

@@ -3,8 +3,11 @@
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
 
 from venusrl.core.errors import ConfigError
+from venusrl.models.chat import ChatFormat
 from venusrl.models.tokenizer import CONTROL, Tokenizer
 
 # Text without lone surrogates (not UTF-8), mixed with the control tokens spelled out.
@@ -69,9 +72,8 @@ def test_what_is_no_tokenizer_is_refused(tmp_path):
         Tokenizer.load(tmp_path / "bad.json")
 
 
-def test_tokenizer_without_chatml_is_refused():
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import models
-
+def test_a_tokenizer_without_chatml_is_read_and_cannot_speak_it():
+    plain = Tokenizer(Backend(models.BPE()))
+    assert not plain.speaks_chatml
     with pytest.raises(ConfigError, match=r"<\|im_start\|>"):
-        Tokenizer(Backend(models.BPE()))
+        ChatFormat(plain)

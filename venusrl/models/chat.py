@@ -7,7 +7,6 @@ turn it renders a short conversation in which that turn is a placeholder, and wh
 
 import contextlib
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,12 +29,14 @@ class ChatFormat:
       template: the model's own (see ChatTemplate); ChatML with Qwen3's tools where it has none.
       stop_tokens: ids that end a turn, the usual one first; by default ChatML's <|im_end|> and <|endoftext|>.
       variables: see ChatTemplate.
+      prefix: ids that every sequence of the model starts with.
 
     Raises:
-      ConfigError: the template fails on a conversation of a user and an assistant.
+      ConfigError: the template fails on a conversation of a user and an assistant; or there is none, and the tokenizer
+        lacks the tokens of ChatML.
 
     Attributes:
-      stop_tokens: see Args.
+      stop_tokens, prefix: see Args.
       reads_calls: tools are offered, and calls expected, as JSON in <tool_call> tags.
       note: where the template's rendering of a whole history is another than ours, in a sentence; else None.
     """
@@ -46,10 +47,15 @@ class ChatFormat:
         template: str | Mapping[str, str] | None = None,
         stop_tokens: Sequence[int] | None = None,
         variables: Mapping[str, str | None] | None = None,
+        prefix: Sequence[int] = (),
     ):
         self._tokenizer = tokenizer
+        self.prefix = tuple(prefix)
+        self._opening = () if template else self.prefix  # a template of the model's own writes it itself
+        if not template and not tokenizer.speaks_chatml:
+            raise ConfigError(f"{tokenizer.lacks_chatml}; give the model's folder its chat_template.jinja")
         self._control = tokenizer.control
-        self._template = ChatTemplate(CHATML if template is None else template, self._control, variables)
+        self._template = ChatTemplate(template or CHATML, self._control, variables)
         self.stop_tokens: tuple[int, ...] = (
             (tokenizer.im_end, tokenizer.end_of_text) if stop_tokens is None else tuple(stop_tokens)
         )
@@ -57,7 +63,7 @@ class ChatFormat:
         self._strings = True
         self._strings = self._takes_strings()
         self.reads_calls = self._offers_calls()
-        self.note = None if template is None else self._difference()
+        self.note = self._difference() if template else None
 
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: Mapping[str, Any] | None = None
@@ -67,7 +73,7 @@ class ChatFormat:
         Raises:
           ContractError: the template refuses them.
         """
-        return self._ids(self._template.render(self._plain(messages), tools, options))
+        return [*self._opening, *self._ids(self._template.render(self._plain(messages), tools, options))]
 
     def observation(self, text: str, last_token: int, role: str = "user") -> list[int]:
         """Ids that follow a generated turn: its close, the observation, and the next header.
@@ -179,10 +185,3 @@ class ChatFormat:
             f"the model's chat template changes earlier turns: the whole history is {theirs!r}; turn by turn, where "
             f"nothing that was generated is changed, it is {ours!r}, and that is what is used"
         )
-
-
-def logged(chat: ChatFormat) -> ChatFormat:
-    """`chat`, with what there is to say of its template in the log."""
-    if chat.note:
-        logging.warning("%s", chat.note)
-    return chat

@@ -1,11 +1,14 @@
 """Shapes of the decoder family: one dataclass, the published sizes and the tiny ones.
 
-Sources: the config.json that Qwen publishes with each Qwen3 size; SmolLM2's GGUF metadata.
+Sources: the config.json that Qwen publishes with each Qwen3 size; SmolLM2's GGUF metadata. Any other size is read from
+the config.json of its folder (models.hf_config), with an empty model.name.
 """
 
 import dataclasses
+import math
 
 from venusrl.core.errors import ConfigError
+from venusrl.models.rope import RopeScaling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,8 +23,10 @@ class ModelConfig:
       head_dim: H.
       mlp: hidden width F of the SwiGLU.
       rope_theta: base of the rotary frequencies.
+      rope_scaling: how they are stretched for longer contexts (Llama 3.1, YaRN); None where they are not.
       norm_eps: epsilon of RMSNorm.
-      qk_norm: RMSNorm on queries and keys (Qwen3 yes, Llama no).
+      qk_norm: RMSNorm on queries and keys (Qwen3 yes, Llama and Qwen2.5 no).
+      attention_bias: "" for none, "qkv" on queries, keys and values (Qwen2.5), "qkvo" on the output as well.
       tied: the head is the transposed embedding.
       max_length: longest sequence in tokens, prompt included.
       dtype: activations and matrix products, "float32" or "bfloat16"; parameters are float32.
@@ -38,12 +43,25 @@ class ModelConfig:
     rope_theta: float = 1e6
     norm_eps: float = 1e-6
     qk_norm: bool = True
+    attention_bias: str = ""
+    rope_scaling: RopeScaling | None = None
     tied: bool = True
     max_length: int = 40960
     dtype: str = "float32"
     remat: bool = False
 
     def __post_init__(self):
+        for name in ("vocab_size", "embed", "layers", "heads", "kv_heads", "head_dim", "mlp", "max_length"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"model.{name}={getattr(self, name)}; it must be at least 1")
+        if not (math.isfinite(self.rope_theta) and self.rope_theta > 1):
+            raise ConfigError(f"model.rope_theta={self.rope_theta}; it must be a finite number above 1")
+        if not (math.isfinite(self.norm_eps) and self.norm_eps >= 0):
+            raise ConfigError(f"model.norm_eps={self.norm_eps}; it must be a finite number, not negative")
+        if self.attention_bias not in ("", "qkv", "qkvo"):
+            raise ConfigError(f"model.attention_bias={self.attention_bias!r}; use '', 'qkv' or 'qkvo'")
+        if self.qk_norm and self.attention_bias == "qkv":
+            raise ConfigError("model.attention_bias='qkv' with model.qk_norm: no family has both; use 'qkvo' or ''")
         if self.heads % self.kv_heads:
             raise ConfigError(f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}")
         if self.head_dim % 2:
@@ -55,6 +73,10 @@ class ModelConfig:
     def num_params(self) -> int:
         """Number of parameters, the embedding counted once when tied."""
         attention = self.embed * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        if self.attention_bias:
+            attention += self.head_dim * (self.heads + 2 * self.kv_heads)
+        if self.attention_bias == "qkvo":
+            attention += self.embed
         block = attention + 3 * self.embed * self.mlp + 2 * self.embed + 2 * self.head_dim * self.qk_norm
         return self.vocab_size * self.embed * (1 if self.tied else 2) + self.layers * block + self.embed
 

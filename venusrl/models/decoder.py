@@ -1,4 +1,4 @@
-"""The decoder: Qwen3 dense, and Llama as the same modules without qk-norm.
+"""The decoder: Qwen3 dense; Llama as the same modules without qk-norm; Qwen2.5 as those with biases.
 
 Shapes: B batch, T time, D embed, N query heads, K key/value heads, H head width, F mlp width, V vocabulary.
 Every parameter names its logical axes once; learner/sharding maps those to a mesh. Attention is passed in: training
@@ -11,8 +11,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from venusrl.models.config import ModelConfig
+from venusrl.models.rope import rope_frequencies
 
 Cache = Any  # what an attention function keeps for one layer
 # (q_BTNH, k_BTKH, v_BTKH, cache of this layer) -> (out_BTNH, new cache of this layer)
@@ -39,12 +41,20 @@ class RMSNorm(nn.Module):
         return (y * scale).astype(x.dtype)
 
 
-def rope(x_BTNH: jax.Array, positions_BT: jax.Array, theta: float) -> jax.Array:
-    """Rotary embedding in the half-split layout; angles and products in float32 (bfloat16 rounds 257 to 256)."""
-    half = x_BTNH.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = positions_BT[..., None, None].astype(jnp.float32) * frequency
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+def _bias(module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> jax.Array:
+    value = module.param(name, nn.with_logical_partitioning(nn.initializers.zeros, axes), shape, jnp.float32)
+    return value.astype(module.config.dtype)
+
+
+def rope(x_BTNH: jax.Array, positions_BT: jax.Array, frequencies: np.ndarray, scale: float = 1.0) -> jax.Array:
+    """Rotary embedding in the half-split layout; angles and products in float32 (bfloat16 rounds 257 to 256).
+
+    Args:
+      frequencies: radians a position, [H / 2]; see models.rope.
+      scale: multiplies the result; YaRN's attention factor.
+    """
+    angle = positions_BT[..., None, None].astype(jnp.float32) * frequencies
+    cos, sin = jnp.cos(angle) * scale, jnp.sin(angle) * scale
     a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
 
@@ -62,13 +72,22 @@ class Attention(nn.Module):
         q_BTNH = jnp.einsum("btd,dnh->btnh", x_BTD, q)
         k_BTKH = jnp.einsum("btd,dkh->btkh", x_BTD, k)
         v_BTKH = jnp.einsum("btd,dkh->btkh", x_BTD, v)
+        if c.attention_bias:
+            q_BTNH += _bias(self, "q_bias", (c.heads, c.head_dim), ("heads", "head_dim"))
+            k_BTKH += _bias(self, "k_bias", (c.kv_heads, c.head_dim), ("kv_heads", "head_dim"))
+            v_BTKH += _bias(self, "v_bias", (c.kv_heads, c.head_dim), ("kv_heads", "head_dim"))
         if c.qk_norm:
             q_BTNH = RMSNorm(c.norm_eps, name="q_norm")(q_BTNH)
             k_BTKH = RMSNorm(c.norm_eps, name="k_norm")(k_BTKH)
-        q_BTNH = rope(q_BTNH, positions_BT, c.rope_theta)
-        k_BTKH = rope(k_BTKH, positions_BT, c.rope_theta)
+        frequencies = rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
+        scale = c.rope_scaling.attention_factor if c.rope_scaling else 1.0
+        q_BTNH = rope(q_BTNH, positions_BT, frequencies, scale)
+        k_BTKH = rope(k_BTKH, positions_BT, frequencies, scale)
         out_BTNH, cache = attend(q_BTNH, k_BTKH, v_BTKH, cache)
-        return jnp.einsum("btnh,nhd->btd", out_BTNH, o), cache
+        y_BTD = jnp.einsum("btnh,nhd->btd", out_BTNH, o)
+        if c.attention_bias == "qkvo":
+            y_BTD += _bias(self, "o_bias", (c.embed,), ("embed",))
+        return y_BTD, cache
 
 
 class Mlp(nn.Module):

