@@ -48,7 +48,10 @@ ENVIRONMENTS: dict[str, type[GeneratedTasks]] = {"repair": RepairTasks, "bash": 
 
 def use_compile_cache() -> None:
     """Keeps compiled programs in the user's cache, so that a second start compiles nothing."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "venusrl" / "jax"
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "venusrl" / "jax"
+    except RuntimeError:  # a user without a home, as in some containers
+        return
     jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -129,7 +132,24 @@ def check(config: config_dict.ConfigDict) -> None:
     make_coordinator(config)
     engine_options(config)
     rollout_options(config)
-    model_config(config.model.name, dtype=config.model.dtype)
+    if config.model.name:
+        shape = model_config(config.model.name, dtype=config.model.dtype)
+        if config.rollout.max_length > shape.max_length:
+            raise ConfigError(
+                f"rollout.max_length={config.rollout.max_length} is above the {shape.max_length} positions of "
+                f"model.name={config.model.name!r}; lower it"
+            )
+    if config.model.source not in ("hf", "gguf"):
+        raise ConfigError(f"model.source={config.model.source!r} is unknown; use 'hf' or 'gguf'")
+    if not config.model.checkpoint:
+        raise ConfigError("model.checkpoint='' names no model; give a folder (hf) or PACKAGE:FILE (gguf)")
+    make_objective(config.learner.objective, {})
+    mesh = make_mesh(tuple(config.learner.mesh))
+    split = mesh.shape["data"] * mesh.shape["fsdp"]
+    if config.learner.rows_per_part % split:
+        raise ConfigError(
+            f"learner.rows_per_part={config.learner.rows_per_part} is not a multiple of data x fsdp={split}"
+        )
 
 
 def make_learner(config: config_dict.ConfigDict, shape: ModelConfig) -> Learner:
