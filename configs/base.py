@@ -1,5 +1,7 @@
 """Every field of a training run, with its meaning. Other configs start from here and change fields; none adds one.
 
+What values a field may have stands in configs/limits.py.
+
 Not run by itself.
 """
 
@@ -99,6 +101,6 @@ def get_config(arg: str = "") -> config_dict.ConfigDict:
     )
     c.checkpoint = config_dict.create(
         every=10,  # updates between checkpoints; 0 is only at the end
-        keep=2,  # the newest ones
+        keep=2,  # the newest ones; 0 keeps every one
     )
     return c

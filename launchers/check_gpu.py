@@ -12,8 +12,8 @@ import sys
 import flax.linen as nn
 import jax
 import numpy as np
-from absl import app
 
+from launchers import program
 from launchers.bench import common
 from launchers.bench import engine as engine_bench
 from launchers.bench import learner as learner_bench
@@ -72,4 +72,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    program.run(main)

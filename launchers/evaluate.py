@@ -8,33 +8,37 @@ The last line is one JSON object.
 
 import asyncio
 import json
-import sys
 from collections import defaultdict
 from pathlib import Path
 
-from absl import app, flags, logging
+from absl import flags
 
+from configs import limits
 from envs.repair.baselines import BASELINES
 from envs.repair.env import RepairTasks
-from launchers import system
-from launchers.configuration import load_config, parse_flags
-from venusrl.core.errors import CheckpointError, ConfigError, TaskError, VenusError
+from launchers import program, system
+from launchers.configuration import load_config
+from venusrl.core.errors import CheckpointError, ConfigError, TaskError
 from venusrl.learner.checkpoint import Checkpointer
 from venusrl.observe.intervals import wilson
 from venusrl.rollout.evaluation import evaluate
 from venusrl.sandbox import SandboxPool
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/quickstart", "Folder of the run.")
-_TASKS = flags.DEFINE_integer("tasks", 200, "Held-out tasks, from the first.", lower_bound=1)
+_TASKS = flags.DEFINE_integer(
+    "tasks", None, "Held-out tasks, from the first. Default: 200, or all where the run has fewer.", lower_bound=1
+)
 _TEMPERATURE = flags.DEFINE_float("temperature", None, "Of sampling; 0 is greedy. Default: the run's eval.temperature.")
 _BASELINE = flags.DEFINE_enum(
     "baseline", None, list(BASELINES), "A scripted policy instead of the run's (repair only)."
 )
 
+_DEFAULT_TASKS = 200
+
 Graded = list[tuple[str, float]]  # (family, reward) of each task
 
 
-async def _policy(config) -> tuple[Graded, int]:
+async def _policy(config, count: int) -> tuple[Graded, int]:
     """Results of the newest checkpoint, and the number of lost episodes."""
     folder = Path(_WORKDIR.value) / "checkpoints"
     if not folder.is_dir():
@@ -51,7 +55,7 @@ async def _policy(config) -> tuple[Graded, int]:
     async with system.open_rollout(config, model, state.params, step) as rollout:
         tasks = rollout.heldout_tasks
         result = await evaluate(
-            rollout.service, tasks, _TASKS.value, config.rollout.slots, config.eval.temperature, config.seed
+            rollout.service, tasks, count, config.rollout.slots, config.eval.temperature, config.seed
         )
         graded = [(tasks.describe(t.index).get("family", "all"), t.reward) for t in result.trajectories]
         if not graded:
@@ -59,7 +63,7 @@ async def _policy(config) -> tuple[Graded, int]:
         return graded, len(result.lost)
 
 
-async def _baseline(config) -> tuple[Graded, int]:
+async def _baseline(config, count: int) -> tuple[Graded, int]:
     """Results of a scripted policy."""
     if config.env.name != "repair":
         raise ConfigError(f"--baseline is for env.name='repair', this run has {config.env.name!r}")
@@ -78,22 +82,29 @@ async def _baseline(config) -> tuple[Graded, int]:
 
     async with SandboxPool(max_sandboxes=config.sandbox.max_sandboxes) as pool:
         tasks = system.make_tasks(config, pool, "heldout")
-        return list(await asyncio.gather(*(one(tasks, i) for i in range(min(_TASKS.value, len(tasks)))))), 0
+        return list(await asyncio.gather(*(one(tasks, i) for i in range(count)))), 0
+
+
+def _count(config) -> int:
+    """Held-out tasks to evaluate."""
+    there = config.env.heldout_tasks
+    count = min(_DEFAULT_TASKS, there) if _TASKS.value is None else _TASKS.value
+    if count > there:
+        raise ConfigError(f"--tasks={count} is above the {there} held-out tasks of the run (env.heldout_tasks)")
+    return count
 
 
 def main(argv) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
+    del argv
+    config = load_config(_WORKDIR.value)
+    system.check(config)
+    if _TEMPERATURE.value is not None:
+        if wrong := limits.RUN["eval.temperature"].wrong(_TEMPERATURE.value):
+            raise ConfigError(f"--temperature={_TEMPERATURE.value}: {wrong}")
+        config.eval.temperature = _TEMPERATURE.value
     system.use_compile_cache()
-    try:
-        config = load_config(_WORKDIR.value)
-        system.check(config)
-        if _TEMPERATURE.value is not None:
-            config.eval.temperature = _TEMPERATURE.value
-        graded, lost = asyncio.run(_baseline(config) if _BASELINE.value else _policy(config))
-    except VenusError as error:
-        logging.error("%s: %s", type(error).__name__, error)
-        sys.exit(1)
+    work = _baseline if _BASELINE.value else _policy
+    graded, lost = asyncio.run(work(config, _count(config)))
     families = defaultdict(list)
     for family, reward in graded:
         families[family].append(reward)
@@ -107,4 +118,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    program.run(main)

@@ -8,16 +8,14 @@ what it lacks is made) and safetensors. The folder appears whole or not at all. 
 --config.model.name= --config.model.checkpoint=exported.
 """
 
-import sys
 from pathlib import Path
 
-from absl import app, flags, logging
+from absl import flags
 
-from launchers import system
-from launchers.configuration import load_config, parse_flags
-from venusrl.core.errors import CheckpointError, ConfigError, VenusError
+from launchers import program, system
+from launchers.configuration import load_config
+from venusrl.core.errors import CheckpointError, ConfigError
 from venusrl.learner.checkpoint import Checkpointer
-from venusrl.models.chat import ChatFormat
 from venusrl.models.folder import check_free, write_folder
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
@@ -52,23 +50,16 @@ def export(workdir: str, out: str, dtype: str = "bfloat16", shard_bytes: int = 5
     if restored is None:
         raise CheckpointError(f"no checkpoint in {folder}; train first, or fix --workdir")
     step, state, _ = restored
-    stop_tokens = model.files.stop_tokens
-    if model.tokenizer.speaks_chatml:
-        stop_tokens = tuple(dict.fromkeys((*stop_tokens, *ChatFormat(model.tokenizer).stop_tokens)))
+    stop_tokens = system.stop_tokens(model)
     write_folder(out, state.params, model.config, model.tokenizer, model.files, stop_tokens, dtype, shard_bytes)
     return step
 
 
 def main(argv) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
-    try:
-        step = export(_WORKDIR.value, _OUT.value, _DTYPE.value, int(_SHARD_GB.value * 1e9))
-    except VenusError as error:
-        logging.error("%s: %s", type(error).__name__, error)
-        sys.exit(1)
+    del argv
+    step = export(_WORKDIR.value, _OUT.value, _DTYPE.value, int(_SHARD_GB.value * 1e9))
     print(f"step {step} of {_WORKDIR.value} is in {_OUT.value}")
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    program.run(main)

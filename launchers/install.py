@@ -20,15 +20,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-from absl import app, flags, logging
+from absl import flags, logging
 
-from venusrl.core.errors import SandboxUnsupported
+from launchers import program
+from venusrl.core.errors import ConfigError, SandboxUnsupported
 from venusrl.sandbox import programs
 from venusrl.sandbox.machines.gvisor import RUNSC, find_runsc
 from venusrl.sandbox.machines.image import find_kernel
 
 _MIRROR = flags.DEFINE_string(
-    "mirror", "", "Address of a Debian mirror, for criu and runsc; empty: the one that this system uses."
+    "mirror", "", "Address of a Debian mirror, for criu and runsc; empty: the one that this system's sources name."
 )
 _FORCE = flags.DEFINE_bool("force", False, "Also where there is one that will do.")
 
@@ -42,17 +43,33 @@ exec "$here/{loader}" --library-path "$here/{libraries}" "$here/{program}" "$@"
 
 
 def mirror() -> str:
-    """The first of this system's sources that is Debian's own."""
+    """Where packages come from: --mirror, else the first of this system's sources that has Debian's releases.
+
+    Raises:
+      ConfigError: --mirror is no address.
+      SandboxUnsupported: the system's sources name none.
+    """
+    given = _MIRROR.value
+    if given:
+        if not re.fullmatch(r"(https?|file|ftp|copy|cdrom|mirror\+\w+):/\S+", given):
+            raise ConfigError(f"--mirror={given!r} is no address; give one such as http://HOST/debian")
+        return given.rstrip("/")
     said = subprocess.run(
         ["apt-get", "indextargets", "--format", "$(SITE)", "Created-By: Packages"], capture_output=True, text=True
     )
     sites = [line.rstrip("/") for line in said.stdout.splitlines()]
-    return next((site for site in sites if site.endswith("/debian")), "http://deb.debian.org/debian")
+    found = next((site for site in sites if site.endswith("/debian")), None)
+    if found is None:
+        raise SandboxUnsupported(
+            "this system's sources name no mirror of Debian; give one, --mirror=http://HOST/debian, or install the "
+            "program with this system's means"
+        )
+    return found
 
 
 def fetch(package: str, release: str, folder: Path) -> Path:
     """The files of a package of a release, and of all that it needs, as if nothing were installed."""
-    source = f"deb [signed-by={_KEYRING}] {_MIRROR.value or mirror()} {release} main\n"
+    source = f"deb [signed-by={_KEYRING}] {mirror()} {release} main\n"
     (folder / "sources.list").write_text(source)
     for name in ("lists/partial", "archives/partial"):
         (folder / name).mkdir(parents=True)
@@ -163,4 +180,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    program.run(main, arguments=True)

@@ -19,9 +19,10 @@ import logging as std_logging
 import os
 import sys
 
-from absl import app, flags, logging
+from absl import flags, logging
 
-from venusrl.core.errors import ConfigError, VenusError
+from launchers import program
+from venusrl.core.errors import ConfigError
 from venusrl.core.listening import answer, listen, listen_at
 from venusrl.sandbox import SandboxPool
 from venusrl.sandbox.check import backends
@@ -86,16 +87,12 @@ async def serve() -> None:
 def main(argv) -> None:
     del argv
     std_logging.getLogger("httpx").setLevel(std_logging.WARNING)  # a line for each request otherwise
-    try:
-        if _CHECK.value:
-            report = backends()
-            print(json.dumps(report, indent=1))
-            sys.exit(0 if report["process"]["ok"] else 1)
-        asyncio.run(serve())
-    except VenusError as error:
-        logging.error("%s: %s", type(error).__name__, error)
-        sys.exit(1)
+    if _CHECK.value:
+        report = backends()
+        print(json.dumps(report, indent=1))
+        sys.exit(0 if report["process"]["ok"] else 1)
+    asyncio.run(serve())
 
 
 if __name__ == "__main__":
-    app.run(main)
+    program.run(main)

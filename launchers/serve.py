@@ -9,15 +9,14 @@ happens for --idle_s seconds is forgotten.
 """
 
 import asyncio
-import sys
 from pathlib import Path
 
-from absl import app, flags, logging
+from absl import flags
 
-from launchers import system
+from launchers import program, system
 from launchers.address import define_address
-from launchers.configuration import check_config, define_config, parse_flags
-from venusrl.core.errors import CheckpointError, VenusError
+from launchers.configuration import check_config, define_config
+from venusrl.core.errors import CheckpointError
 from venusrl.core.listening import answer
 from venusrl.learner.checkpoint import Checkpointer
 from venusrl.learner.publish import publish
@@ -68,14 +67,11 @@ async def serve(config, workdir: str) -> None:
 
 def main(argv) -> None:
     del argv
-    try:
-        check_config(_CONFIG.value)
-        system.use_compile_cache()
-        asyncio.run(serve(_CONFIG.value, _WORKDIR.value))
-    except VenusError as error:
-        logging.error("%s: %s", type(error).__name__, error)
-        sys.exit(1)
+    check_config(_CONFIG.value)
+    system.check(_CONFIG.value)
+    system.use_compile_cache()
+    asyncio.run(serve(_CONFIG.value, _WORKDIR.value))
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    program.run(main)

@@ -50,7 +50,10 @@ ENVIRONMENTS: dict[str, type[GeneratedTasks]] = {"repair": RepairTasks, "bash": 
 
 def use_compile_cache() -> None:
     """Keeps compiled programs in the user's cache, so that a second start compiles nothing."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "venusrl" / "jax"
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "venusrl" / "jax"
+    except RuntimeError:  # a user without a home, as in some containers
+        return
     jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -114,6 +117,13 @@ def load_model(config: config_dict.ConfigDict) -> Model:
     return Model(found.config, found.tokenizer, chat_format(found), found.read(), found.files)
 
 
+def stop_tokens(found: Described) -> tuple[int, ...]:
+    """What ends a reply: the ids that the model's files name, and those of ChatML where it has them."""
+    tokenizer = found.tokenizer
+    chatml = (tokenizer.im_end, tokenizer.end_of_text) if tokenizer.speaks_chatml else ()
+    return tuple(dict.fromkeys((*found.files.stop_tokens, *chatml)))
+
+
 def chat_format(found: Described) -> ChatFormat:
     """How messages of a model become tokens: by its own template where its files have one; what there is to say of that
     is logged.
@@ -122,10 +132,8 @@ def chat_format(found: Described) -> ChatFormat:
       ConfigError: the template fails, or there is none and the tokenizer does not speak ChatML.
     """
     tokenizer, files = found.tokenizer, found.files
-    chatml = (tokenizer.im_end, tokenizer.end_of_text) if tokenizer.speaks_chatml else ()
     variables = {f"{kind}_token": getattr(files, kind) or None for kind in ("bos", "eos", "pad", "unk")}
-    stop_tokens = tuple(dict.fromkeys((*files.stop_tokens, *chatml)))
-    chat = ChatFormat(tokenizer, files.chat_template or None, stop_tokens or None, variables, files.prefix)
+    chat = ChatFormat(tokenizer, files.chat_template or None, stop_tokens(found) or None, variables, files.prefix)
     if chat.note:
         logging.warning("%s", chat.note)
     return chat
@@ -169,6 +177,24 @@ def check(config: config_dict.ConfigDict) -> None:
     engine_options(config)
     rollout_options(config)
     model_config(config.model.name or "tiny", dtype=config.model.dtype)  # without a name the dtype alone
+    if config.model.name:
+        shape = model_config(config.model.name, dtype=config.model.dtype)
+        if config.rollout.max_length > shape.max_length:
+            raise ConfigError(
+                f"rollout.max_length={config.rollout.max_length} is above the {shape.max_length} positions of "
+                f"model.name={config.model.name!r}; lower it"
+            )
+    if config.model.source not in ("hf", "gguf"):
+        raise ConfigError(f"model.source={config.model.source!r} is unknown; use 'hf' or 'gguf'")
+    if not config.model.checkpoint:
+        raise ConfigError("model.checkpoint='' names no model; give a folder (hf) or PACKAGE:FILE (gguf)")
+    make_objective(config.learner.objective, {})
+    mesh = make_mesh(tuple(config.learner.mesh))
+    split = mesh.shape["data"] * mesh.shape["fsdp"]
+    if config.learner.rows_per_part % split:
+        raise ConfigError(
+            f"learner.rows_per_part={config.learner.rows_per_part} is not a multiple of data x fsdp={split}"
+        )
 
 
 def make_learner(config: config_dict.ConfigDict, shape: ModelConfig) -> Learner:

@@ -12,13 +12,13 @@ lower directories, is not built again.
 import asyncio
 import dataclasses
 import json
-import sys
 import tomllib
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 
-from venusrl.core.errors import ConfigError, VenusError
+from launchers import program
+from venusrl.core.errors import ConfigError
 from venusrl.sandbox import SandboxPool, Template
 from venusrl.sandbox.layers import LayerStore, default_folder, layer_key
 
@@ -75,11 +75,8 @@ def run(arguments: list[str], store: LayerStore) -> None:
 
 
 def main(argv: list[str]) -> None:
-    try:
-        run(argv[1:], LayerStore(_STORE.value or default_folder()))
-    except VenusError as error:
-        sys.exit(f"{error}")
+    run(argv[1:], LayerStore(_STORE.value or default_folder()))
 
 
 if __name__ == "__main__":
-    app.run(main)
+    program.run(main, arguments=True)

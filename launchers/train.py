@@ -7,14 +7,11 @@ The same command goes on where the run in --workdir stopped, however it stopped.
 """
 
 import asyncio
-import sys
 
-from absl import app, flags, logging
+from absl import flags
 
-from launchers import system
-from launchers.configuration import check_config, define_config, parse_flags
-from launchers.training import TrainingRun
-from venusrl.core.errors import VenusError
+from launchers import program
+from launchers.configuration import check_config, check_workdir, define_config
 
 _CONFIG = define_config("configs/quickstart.py", "What to train, and how.")
 _WORKDIR = flags.DEFINE_string("workdir", "runs/quickstart", "Folder of the run.")
@@ -22,16 +19,14 @@ _TRACE = flags.DEFINE_bool("trace", False, "Write a timeline to the folder, for 
 
 
 def main(argv) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}; did you forget a dash?")
-    try:
-        check_config(_CONFIG.value)
-        system.use_compile_cache()
-        asyncio.run(TrainingRun(_CONFIG.value, _WORKDIR.value, _TRACE.value).run())
-    except VenusError as error:
-        logging.error("%s: %s", type(error).__name__, error)
-        sys.exit(1)
+    del argv
+    check_config(_CONFIG.value)
+    check_workdir(_WORKDIR.value)
+    from launchers import system, training  # JAX starts here, after what is wrong has been said
+
+    system.use_compile_cache()
+    asyncio.run(training.TrainingRun(_CONFIG.value, _WORKDIR.value, _TRACE.value).run())
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    program.run(main)

@@ -16,14 +16,13 @@ import jax
 from ml_collections import config_dict
 
 from launchers import system
-from launchers.configuration import check_same_run, save_config
-from venusrl.core.errors import CheckpointError, ConfigError, VenusError
+from launchers.configuration import check_same_run, check_workdir, save_config
+from venusrl.core.errors import CheckpointError, ConfigError, ContractError, VenusError
 from venusrl.core.group import Batch, Group
 from venusrl.core.trajectory import Status, Trajectory
 from venusrl.learner.checkpoint import Checkpointer
 from venusrl.learner.publish import publish
 from venusrl.observe.intervals import wilson
-from venusrl.observe.plots import reward_plot
 from venusrl.observe.progress import Progress, summary_table
 from venusrl.observe.run_log import RunLog, read_jsonl
 from venusrl.observe.trace import Trace
@@ -60,6 +59,7 @@ def _lock(workdir: Path) -> TextIO:
 
     Raises:
       ConfigError: another process holds it.
+      OSError: it cannot be made.
     """
     file = open(workdir / "lock", "w")  # noqa: SIM115 - open for as long as the run
     try:
@@ -70,6 +70,12 @@ def _lock(workdir: Path) -> TextIO:
     return file
 
 
+def _has_checkpoints(workdir: Path) -> bool:
+    """Whether a run has come as far as a checkpoint there; before it, whatever is there is started anew."""
+    folder = workdir / "checkpoints"
+    return folder.is_dir() and any(entry.name.isdigit() for entry in folder.iterdir())
+
+
 class TrainingRun:
     """One run in one folder; started again in the same folder, it goes on."""
 
@@ -78,21 +84,20 @@ class TrainingRun:
         trace: write a timeline of the run, `trace-STEP.json`.
         """
         self._tracing = trace
-        system.check(config)
         self.config = config
-        self.workdir = Path(workdir)
+        self.workdir = check_workdir(workdir)
+        if _has_checkpoints(self.workdir) and (self.workdir / "config.json").is_file():
+            check_same_run(config, self.workdir)
+        system.check(config)
         self.model = system.load_model(config)
         self.learner = system.make_learner(config, self.model.config)
         self.coordinator = system.make_coordinator(config)
         self.workdir.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.workdir)
         self.checkpoints = Checkpointer(self.workdir / "checkpoints", config.checkpoint.keep)
-        self.checkpoint_failures = 0
         self.clocks = Clocks()
         self.stopping = False
         self.last: dict[str, float] = {}
-        if self.checkpoints.steps and (self.workdir / "config.json").is_file():
-            check_same_run(config, self.workdir)
         resumed = self._restore()
         save_config(config, self.workdir)
         self.log = RunLog(self.workdir, resumed)
@@ -131,7 +136,7 @@ class TrainingRun:
                     self._save(final=True)
                 finally:
                     self._close()
-        self.progress.console.print(summary_table(f"VenusRL on {jax.devices()[0].platform}", self.summary()))
+        self.progress.show(summary_table(f"VenusRL on {jax.devices()[0].platform}", self.summary()))
 
     def stop(self) -> None:
         """Asks to save and leave; a second time is no different."""
@@ -278,7 +283,8 @@ class TrainingRun:
             "refilled_trajectories": float(c.refilled_trajectories),
             "failed_groups": float(c.failed),
             "discarded_groups": float(c.discarded),
-            "checkpoint_failures": float(self.checkpoint_failures),
+            "checkpoint_failures": float(self.checkpoints.failures),
+            "log_failures": float(self.log.failures),
             "train_minutes": self.clocks.minutes,
         }
         self.log.metrics(self.step, self.last)
@@ -314,7 +320,7 @@ class TrainingRun:
             f"step {self.step:4d}  held-out success {result.rate:.3f} [{low:.3f}, {high:.3f}] on "
             f"{len(result.trajectories)} tasks, {self.clocks.minutes:.1f} min"
         )
-        reward_plot(read_jsonl(self.log.metrics_path), self.workdir / "reward.png", str(self.workdir))
+        self.log.plot()
 
     def _status(self) -> dict[str, str]:
         c, last = self.coordinator, self.last
@@ -342,14 +348,21 @@ class TrainingRun:
             self.learner.start_from(self.model.params)
             return -1
         step, state, extra = restored
-        if extra["seed"] != self.config.seed:
-            raise ConfigError(
-                f"config.seed={self.config.seed}, but the run in {self.workdir} was started with {extra['seed']}; "
-                "use another --workdir"
-            )
+        try:
+            if extra["seed"] != self.config.seed:
+                raise ConfigError(
+                    f"config.seed={self.config.seed}, but the run in {self.workdir} was started with {extra['seed']}; "
+                    "use another --workdir"
+                )
+            self.coordinator.load_state_dict(extra["coordinator"])
+            self.clocks.train_s = float(extra["train_s"])
+        except (KeyError, TypeError, ValueError, AttributeError, ContractError) as error:
+            raise CheckpointError(
+                f"checkpoint {step} of {self.workdir} has another coordinator's state ({type(error).__name__}: "
+                f"{error}): another release wrote it, or it is damaged; go on with that release, or use another "
+                "--workdir"
+            ) from error
         self.learner.restore(state, reference=self.model.params)
-        self.coordinator.load_state_dict(extra["coordinator"])
-        self.clocks.train_s = extra["train_s"]
         logging.info("going on from step %d of %s", step, self.workdir)
         return step
 
@@ -370,18 +383,21 @@ class TrainingRun:
             if final:
                 self.checkpoints.wait()
         except CheckpointError as error:
-            self.checkpoint_failures += 1
             if final:
                 raise
             logging.warning("%s", error)
+        if not (self.workdir / "config.json").exists():  # the folder was removed and is there again
+            try:
+                save_config(self.config, self.workdir)
+            except OSError as error:
+                logging.warning("%s", error)
 
     def _close(self) -> None:
         self.log.close()
-        reward_plot(read_jsonl(self.log.metrics_path), self.workdir / "reward.png", str(self.workdir))
+        self.log.plot()
         try:
             self.checkpoints.close()
         except CheckpointError as error:
-            self.checkpoint_failures += 1
             logging.warning("%s", error)
 
     def summary(self) -> dict[str, str]:
@@ -400,6 +416,7 @@ class TrainingRun:
             "held-out success": " -> ".join(f"{rate:.3f} (step {step})" for step, rate in self.heldout) or "-",
             "groups": f"{c.consumed} trained, {c.failed} failed, {c.discarded} discarded, "
             f"{c.refilled_trajectories} trajectories refilled",
-            "checkpoint failures": str(self.checkpoint_failures),
+            "checkpoint failures": str(self.checkpoints.failures),
+            "log failures": str(self.log.failures),
             **{name: str(self.workdir / file) for name, file in where.items()},
         }

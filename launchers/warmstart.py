@@ -7,11 +7,15 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from absl import app, flags, logging
-from ml_collections import config_flags
+from absl import logging
 
+from configs import limits
+from configs import warmstart as defaults
 from envs.repair.demos import Habits, demonstrate
 from envs.repair.tasks import RepairTask, make_task
+from launchers import program
+from launchers.configuration import check_fields, check_workdir, define_config
+from venusrl.core.errors import ConfigError
 from venusrl.core.trajectory import Trajectory
 from venusrl.learner.learner import Learner, LearnerOptions
 from venusrl.learner.objectives import make_objective
@@ -23,7 +27,7 @@ from venusrl.models.chat import ChatFormat
 from venusrl.models.config import model_config
 from venusrl.models.tokenizer import Tokenizer
 
-_CONFIG = config_flags.DEFINE_config_file("config", "configs/warmstart.py", "What to make.")
+_CONFIG = define_config("configs/warmstart.py", "What to make.")
 
 
 def demonstration_texts(tasks: list[RepairTask], rng: np.random.Generator, habits: Habits) -> list[str]:
@@ -64,10 +68,29 @@ def train(learner: Learner, config, stage: int, chat: ChatFormat, tokenizer: Tok
             logging.info("stage %d step %d loss %.4f", stage, step, metrics["loss"])
 
 
+def check(config) -> None:
+    """Refuses what is wrong before anything is made.
+
+    Raises:
+      ConfigError: naming the field.
+    """
+    check_fields(config, defaults.get_config(), limits.WARMSTART)
+    check_workdir(config.out)
+    if config.first_stage >= len(config.stages):
+        raise ConfigError(
+            f"config.first_stage={config.first_stage} is not below the {len(config.stages)} stages; the first is 0"
+        )
+    for number, (steps, _, _) in enumerate(config.stages):
+        if steps <= config.warmup_steps and config.warmup_steps:
+            raise ConfigError(
+                f"config.warmup_steps={config.warmup_steps} is not below the {steps} steps of stage {number}; lower it"
+            )
+
+
 def main(argv) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments {argv[1:]}")
+    del argv
     config = _CONFIG.value
+    check(config)
     model = model_config(config.model.name, dtype=config.model.dtype)
     if config.first_stage:
         tokenizer = Tokenizer.load(Path(config.out) / "tokenizer.json")
@@ -98,5 +121,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    flags.FLAGS.set_default("verbosity", logging.INFO)
-    app.run(main)
+    program.run(main, verbosity=logging.INFO)

@@ -8,13 +8,11 @@ port is printed when it answers. It ends at SIGTERM or SIGINT.
 """
 
 import asyncio
-import sys
 
-from absl import app, flags, logging
+from absl import flags
 
-from launchers import system
-from launchers.configuration import check_config, define_config, parse_flags
-from venusrl.core.errors import VenusError
+from launchers import program, system
+from launchers.configuration import check_config, define_config
 from venusrl.core.listening import answer, listen
 from venusrl.learner.publish import publish
 from venusrl.models import hf
@@ -49,14 +47,11 @@ async def serve(config, host: str, port: int) -> None:
 
 def main(argv) -> None:
     del argv
-    try:
-        check_config(_CONFIG.value)
-        system.use_compile_cache()
-        asyncio.run(serve(_CONFIG.value, _HOST.value, _PORT.value))
-    except VenusError as error:
-        logging.error("%s: %s", type(error).__name__, error)
-        sys.exit(1)
+    check_config(_CONFIG.value)
+    system.check(_CONFIG.value)
+    system.use_compile_cache()
+    asyncio.run(serve(_CONFIG.value, _HOST.value, _PORT.value))
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    program.run(main)

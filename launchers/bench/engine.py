@@ -18,8 +18,9 @@ import time
 
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
+from launchers import program
 from launchers.bench import common, llamacpp, sglang
 from venusrl.models.config import ModelConfig, model_config
 from venusrl.rollout.engine.attention import choose
@@ -195,4 +196,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    program.run(main)

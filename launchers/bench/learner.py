@@ -12,8 +12,9 @@ import time
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 
+from launchers import program
 from launchers.bench import common
 from venusrl.core.trajectory import Trajectory
 from venusrl.models.config import model_config
@@ -77,4 +78,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    program.run(main)

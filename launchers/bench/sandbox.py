@@ -29,8 +29,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 
+from launchers import program
 from venusrl.core.errors import SandboxError, SandboxUnsupported
 from venusrl.sandbox import Process, SandboxPool, Template
 from venusrl.sandbox.machines.pool import BACKENDS, MachinePool
@@ -297,4 +298,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    program.run(main)

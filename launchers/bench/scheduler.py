@@ -13,13 +13,16 @@ import heapq
 import json
 import math
 import random
+import re
 import statistics
 import time
 
 import numpy as np
-from absl import app, flags
+from absl import flags
 
+from launchers import program
 from venusrl.coordinator.coordinator import CoordinatorOptions
+from venusrl.core.errors import ConfigError
 from venusrl.scheduling import SchedulerOptions, make_policy
 from venusrl.scheduling.protocol import (
     ActionDone,
@@ -171,11 +174,24 @@ def simulated_events_per_s() -> list[float]:
     return sorted(rates[1:])  # the first warms caches up
 
 
+def read_size(text: str) -> tuple[int, int]:
+    """(trajectories, workers) of an entry of --sizes.
+
+    Raises:
+      ConfigError: it is none.
+    """
+    found = re.fullmatch(r"([1-9]\d{0,6})x([1-9]\d{0,4})", text)
+    if found is None or int(found[1]) < GROUP * int(found[2]):
+        raise ConfigError(f"--sizes: {text!r} is no size; give TRAJECTORIESxWORKERS, {GROUP} trajectories or more each")
+    return int(found[1]), int(found[2])
+
+
 def main(argv: list[str]) -> None:
     del argv
+    sizes = [read_size(size) for size in _SIZES.value]
+    make_policy(_POLICY.value)  # refused now rather than minutes later
     rates = simulated_events_per_s()  # first, in a small heap
     result: dict = {"policy": _POLICY.value, "p50_us": {}, "p99_us": {}}
-    sizes = [(int(t), int(w)) for t, _, w in (size.partition("x") for size in _SIZES.value)]
     logs = []
     timings = measure(_POLICY.value, sizes, _EVENTS.value)
     for size, (trajectories, _), took in zip(_SIZES.value, sizes, timings, strict=True):
@@ -194,4 +210,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    program.run(main)

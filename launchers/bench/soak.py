@@ -17,8 +17,9 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 
+from launchers import program
 from launchers.bench import common
 from venusrl.core.clock import WallClock
 from venusrl.core.env import Observation
@@ -35,7 +36,7 @@ from venusrl.scheduling import SchedulerOptions, make_policy
 from venusrl.scheduling.protocol import Preempt
 
 _MINUTES = flags.DEFINE_float("minutes", 30.0, "Minutes to run.", lower_bound=0.05)
-_SEED = flags.DEFINE_integer("seed", 0, "Of everything random.")
+_SEED = flags.DEFINE_integer("seed", 0, "Of everything random.", lower_bound=0)
 
 GROUP, GROUPS, BATCH = 4, 12, 6
 TEXTS = ["user\nassistant\n", "the tool says that it has done what it was asked to do 0123456789"]
@@ -294,4 +295,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    program.run(main)

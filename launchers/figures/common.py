@@ -8,17 +8,17 @@ import json
 import multiprocessing
 import os
 import statistics
-import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-from absl import app, flags, logging
+from absl import flags, logging
 
+from launchers import program as entry
+from launchers.configuration import check_workdir
 from venusrl.coordinator.coordinator import CoordinatorOptions
-from venusrl.core.errors import VenusError
 from venusrl.sim import bounds
 from venusrl.sim.cluster import Cluster, paper_cluster
 from venusrl.sim.prediction import Noisy, make_prediction
@@ -253,7 +253,7 @@ def settings() -> Settings:
     """From the flags."""
     seeds = SEEDS.value or 1
     jobs = JOBS.value or os.cpu_count() or 1
-    return Settings(QUICK.value, seeds, Path(WORKDIR.value), jobs, TRACE.value, LIVE.value)
+    return Settings(QUICK.value, seeds, check_workdir(WORKDIR.value), jobs, TRACE.value, LIVE.value)
 
 
 def program(make: Callable[[Settings], list[Row]]) -> None:
@@ -262,9 +262,6 @@ def program(make: Callable[[Settings], list[Row]]) -> None:
     def main(argv: list[str]) -> None:
         del argv
         logging.set_verbosity(logging.INFO)
-        try:
-            print(json.dumps(numbers(make(settings()))))
-        except VenusError as error:
-            sys.exit(f"{type(error).__name__}: {error}")
+        print(json.dumps(numbers(make(settings()))))
 
-    app.run(main)
+    entry.run(main)

@@ -28,9 +28,10 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
     try:
         listener.bind((host, port))
         listener.listen()
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: a part of the host's name is too long
         listener.close()
-        raise ConfigError(f"--host={host} --port={port}: {error.strerror}; give another, 0 for a free one") from error
+        said = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--host={host} --port={port}: {said}; give another, 0 for a free one") from error
     return listener, f"http://{host}:{listener.getsockname()[1]}"
 
 
@@ -64,7 +65,7 @@ def listen_at(path: str) -> tuple[socket.socket, str]:
         listener.listen()
     except OSError as error:
         listener.close()
-        raise ConfigError(f"--socket={path}: {error.strerror}; give a path in a folder that exists") from error
+        raise ConfigError(f"--socket={path}: {error.strerror or error}; give a path in a folder that exists") from error
     except ConfigError:
         listener.close()
         raise

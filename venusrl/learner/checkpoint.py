@@ -1,14 +1,21 @@
 """Checkpoints: the TrainState and what the coordinator holds, together, atomically, in the background."""
 
+import contextlib
 import logging
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
-from venusrl.core.errors import CheckpointError
+from venusrl.core.errors import CheckpointError, ConfigError
 from venusrl.learner.state import TrainState
+
+_FAILURES = (OSError, ValueError, RuntimeError)  # of orbax and TensorStore, where a file cannot be written
+_BESIDE_BYTES = 1 << 20  # of a checkpoint, beside the arrays: descriptions, and blocks that are not full
+_UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of what orbax is writing
 
 
 class Checkpointer:
@@ -16,16 +23,28 @@ class Checkpointer:
 
     Attributes:
       latest: the step that was restored or saved last; None before either, or where saving it failed.
+      failures: saves that failed so far.
 
-    Saving runs in the background. What goes wrong there is raised by the next `save`, by `wait` or by `close`, as
-    CheckpointError; earlier checkpoints stay.
+    Saving runs in the background. What goes wrong there is said and counted by the next `save`, and raised by `wait`
+    and by `close`, as CheckpointError; earlier checkpoints stay.
     """
 
     def __init__(self, folder: str | Path, keep: int = 2):
+        """Args:
+          keep: the newest ones that stay; 0 keeps every one.
+
+        Raises:
+          ConfigError: `keep` is negative.
+          OSError: the folder cannot be made.
+        """
+        if keep < 0:
+            raise ConfigError(f"checkpoint.keep={keep} is negative; give how many of the newest stay, 0 for all")
         self._folder = Path(folder).resolve()
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep or None, create=True, enable_async_checkpointing=True)
         self._manager = ocp.CheckpointManager(self._folder, options=options)
         self.latest: int | None = None
+        self.failures = 0
 
     @property
     def steps(self) -> list[int]:
@@ -35,16 +54,26 @@ class Checkpointer:
     def save(self, step: int, state: TrainState, extra: Mapping[str, Any]) -> None:
         """Starts to write `state` and the JSON-able `extra` as `step`. The state may be donated afterwards.
 
+        A save before it that failed is said, and keeps this one from nothing. A folder that was removed is made again.
+
         Raises:
-          CheckpointError: this save could not start, or the one before it failed.
+          CheckpointError: this save could not start.
         """
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), extra=ocp.args.JsonSave(dict(extra)))
         try:
+            self.wait()
+        except CheckpointError as error:
+            logging.warning("%s", error)
+        try:
+            if not self._folder.is_dir():
+                self._folder.mkdir(parents=True)
+                self._manager.reload()
+            self._check_room(state)
             self._set_aside([newer for newer in self.steps if newer >= step])
             if not self._manager.save(step, args=args):
                 raise RuntimeError(f"step {step} was refused")
             self.latest = step
-        except (OSError, ValueError, RuntimeError) as error:
+        except _FAILURES as error:
             raise self._failed(error) from error
 
     def wait(self) -> None:
@@ -55,15 +84,22 @@ class Checkpointer:
         """
         try:
             self._manager.wait_until_finished()
-        except (OSError, ValueError, RuntimeError) as error:
+        except _FAILURES as error:
             raise self._failed(error) from error
 
     def close(self) -> None:
         """Waits for the last save; see `wait`."""
+        failure = None
         try:
             self.wait()
-        finally:
+        except CheckpointError as error:
+            failure = error
+        try:
             self._manager.close()
+        except _FAILURES as error:  # it would wait for the same save
+            failure = failure or self._failed(error)
+        if failure is not None:
+            raise failure
 
     def restore(self, shape: TrainState) -> tuple[int, TrainState, dict[str, Any]] | None:
         """The newest checkpoint that can be read; a damaged one is passed over with a warning.
@@ -84,8 +120,9 @@ class Checkpointer:
             try:
                 restored = self._manager.restore(step, args=args)
             except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-                failures.append(f"step {step}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
-                logging.warning("checkpoint %s/%d cannot be read (%s); trying an older one", self._folder, step, error)
+                said = _one_line(error)
+                failures.append(f"step {step}: {said}")
+                logging.warning("checkpoint %s/%d cannot be read (%s); trying an older one", self._folder, step, said)
                 continue
             self.latest = step
             return step, restored["state"], restored["extra"]
@@ -107,6 +144,33 @@ class Checkpointer:
         if steps:
             self._manager.reload()
 
+    def _check_room(self, state: TrainState) -> None:
+        """Refuses to begin what the disk has no room for; what stands there already says how far it can be compressed.
+
+        Raises:
+          OSError: how much is missing.
+        """
+        needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        if self.steps:
+            newest = self._folder / str(self.steps[-1])
+            needed = min(needed, 2 * sum(file.stat().st_size for file in newest.rglob("*") if file.is_file()))
+        needed += _BESIDE_BYTES
+        free = shutil.disk_usage(self._folder).free
+        if free < needed:
+            raise OSError(f"no room: a checkpoint takes up to {needed >> 20} MB, and the disk has {free >> 20} MB left")
+
     def _failed(self, error: Exception) -> CheckpointError:
         self.latest = None
-        return CheckpointError(f"saving to {self._folder} failed ({error}); earlier checkpoints are kept: {self.steps}")
+        self.failures += 1
+        for part in self._folder.glob(f"*{_UNFINISHED}*"):  # it would keep the next one from having room
+            shutil.rmtree(part, ignore_errors=True)
+        with contextlib.suppress(*_FAILURES):  # where the folder itself is gone
+            self._manager.reload()
+        return CheckpointError(
+            f"saving to {self._folder} failed ({_one_line(error)}); earlier checkpoints are kept: {self.steps}"
+        )
+
+
+def _one_line(error: Exception) -> str:
+    said = " ".join(str(error).split())
+    return said[:300] or type(error).__name__

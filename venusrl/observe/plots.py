@@ -1,11 +1,13 @@
 """reward.png: what a run reached, readable without the code."""
 
+import io
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+
+from venusrl.observe.files import replace_file
 
 SMOOTH = 5  # steps of the moving average
 
@@ -17,9 +19,11 @@ def reward_plot(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike, titl
       rows: of metrics.jsonl.
       path: the PNG; replaced only once it is whole.
       title: above the plot.
+
+    Raises:
+      OSError: naming the file, which is as it was.
     """
-    train = [(row["train_minutes"], row["reward"]) for row in rows if "reward" in row]
-    held = [(row["train_minutes"], row["heldout_success"]) for row in rows if "heldout_success" in row]
+    train, held = _points(rows, "reward"), _points(rows, "heldout_success")
     figure = Figure(figsize=(8, 4.5), layout="tight")
     axes = figure.subplots()
     if train:
@@ -33,6 +37,12 @@ def reward_plot(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike, titl
     axes.grid(alpha=0.3)
     if train or held:
         axes.legend(loc="lower right")
-    fresh = Path(path).with_suffix(".tmp.png")
-    figure.savefig(fresh, dpi=110)
-    os.replace(fresh, path)
+    image = io.BytesIO()
+    figure.savefig(image, dpi=110, format="png")
+    replace_file(path, image.getvalue())
+
+
+def _points(rows: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:
+    """(minutes, value) of the rows that have both."""
+    points = [(row.get("train_minutes"), row.get(name)) for row in rows]
+    return [point for point in points if all(isinstance(number, (int, float)) for number in point)]

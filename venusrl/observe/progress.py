@@ -1,5 +1,6 @@
 """Live progress: a panel on a terminal, a line a step elsewhere."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 
 from rich.console import Console
@@ -34,8 +35,14 @@ class Progress:
             self._live.stop()
 
     def line(self, text: str) -> None:
-        """A line that stays, above the panel."""
-        self.console.print(text, highlight=False, soft_wrap=True)
+        """A line that stays, above the panel. An output that is full, or that nobody reads, does not take it."""
+        with contextlib.suppress(OSError):
+            self.console.print(text, highlight=False, soft_wrap=True)
+
+    def show(self, table: Table) -> None:
+        """A table that stays; as with `line`."""
+        with contextlib.suppress(OSError):
+            self.console.print(table)
 
     def _panel(self) -> Table:
         table = Table(title=self._title, show_header=False, title_justify="left")

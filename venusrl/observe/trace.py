@@ -5,17 +5,25 @@ beside the time in generation. The format is Chrome's JSON array, which needs no
 opens as well.
 """
 
+import contextlib
 import json
 import os
 from types import TracebackType
 
+from venusrl.observe.files import AppendFile
+
 
 class Trace:
-    """Writes spans as they end. Times are seconds on one clock."""
+    """Writes spans as they end. Times are seconds on one clock. A span that cannot be written is left out.
+
+    Raises:
+      OSError: when it is made, naming the file.
+    """
 
     def __init__(self, path: str | os.PathLike):
-        self._file = open(path, "w")  # noqa: SIM115 - closed by `close`
-        self._file.write("[\n")
+        with contextlib.suppress(FileNotFoundError):
+            os.truncate(path, 0)
+        self._file = AppendFile(path, header=b"[\n", waiting_bytes=0)
         self._tracks: dict[tuple[str, str], tuple[int, int]] = {}
         self._processes: dict[str, int] = {}
         self._free: dict[str, list[float]] = {}  # by worker: when each slot was last in use
@@ -82,13 +90,13 @@ class Trace:
         self._write({"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": {"name": name}})
 
     def _write(self, event: dict) -> None:
-        self._file.write(json.dumps(event) + ",\n")
-        self._file.flush()
+        self._file.append(json.dumps(event).encode() + b",\n")
 
 
 def read_trace(path: str | os.PathLike) -> list[dict]:
     """The events of a file, whole or cut off."""
-    lines = open(path).read().splitlines()[1:]  # noqa: SIM115
+    with open(path, encoding="utf-8", errors="replace") as file:
+        lines = file.read().splitlines()[1:]
     events = []
     for line in lines:
         try:

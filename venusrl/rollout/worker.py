@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Any, Protocol
 
 from venusrl.core.errors import WorkerError
+from venusrl.observe.prometheus import Description
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +85,30 @@ class Load:
     free_pages: int = 0
     evictable_pages: int = 0
     evicted_pages: int = 0
+
+
+# Of every field of Load, for /metrics.
+LOAD_DESCRIPTIONS: dict[str, Description] = {
+    "slots": Description("Requests that can run at once.", counter=False),
+    "running": Description("Requests that run.", counter=False),
+    "waiting": Description("Requests that wait for a slot.", counter=False),
+    "generated_tokens": Description("Tokens generated.", counter=True),
+    "prefilled_tokens": Description("Tokens prefilled.", counter=True),
+    "pause_s": Description("Seconds for which weight updates kept decoding from running.", counter=True),
+    "prompt_tokens": Description("Tokens of contexts, all but the last of each.", counter=True),
+    "hit_tokens": Description("Tokens of contexts whose KV was cached.", counter=True),
+    "kept_tokens": Description("Tokens of contexts of trajectories that were resident all along.", counter=True),
+    "kept_hit_tokens": Description("Those of kept_tokens whose KV was cached.", counter=True),
+    "stale_tokens": Description("Tokens of hits whose KV older weights made.", counter=True),
+    "retracted": Description("Running requests that had to wait again for want of pages.", counter=True),
+    "demoted": Description("Trajectories no longer resident before they ended.", counter=True),
+    "moved_tokens": Description("Tokens whose KV came from other workers.", counter=True),
+    "returned_tokens": Description("Tokens of hits whose KV came back from host memory.", counter=True),
+    "pages": Description("Pages of KV.", counter=False),
+    "free_pages": Description("Pages of KV that hold nothing.", counter=False),
+    "evictable_pages": Description("Pages of KV that hold what nothing runs on.", counter=False),
+    "evicted_pages": Description("Pages of KV given up.", counter=True),
+}
 
 
 def again(failure: WorkerError) -> WorkerError:

@@ -95,7 +95,7 @@ async def test_kv_moves_between_two_servers(params):
         assert await a.export_kv("nobody") is None
         assert (await b.refresh()).moved_tokens == other.load().moved_tokens > 0
         text = (await b._client.get("/metrics")).text
-        assert 'venusrl_worker_moved_tokens{worker="b"}' in text
+        assert 'venusrl_worker_moved_tokens_total{worker="b"}' in text
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from venusrl.core.errors import ContractError, VenusError, WorkerError
 from venusrl.observe.prometheus import exposition
-from venusrl.rollout.worker import Request, Worker
+from venusrl.rollout.worker import LOAD_DESCRIPTIONS, Request, Worker
 
 LONGEST_BODY = 16 * 2**20  # bytes of a request that is no KV and no weights
 
@@ -95,7 +95,9 @@ def worker_app(
         )
 
     async def metrics(request: HttpRequest) -> Response:
-        text = exposition("venusrl_worker", dataclasses.asdict(worker.load()), {"worker": worker.name})
+        text = exposition(
+            "venusrl_worker", dataclasses.asdict(worker.load()), {"worker": worker.name}, LOAD_DESCRIPTIONS
+        )
         return PlainTextResponse(text)
 
     async def failed(request: HttpRequest, error: Exception) -> Response:

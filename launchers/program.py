@@ -1,0 +1,127 @@
+"""How every program starts and ends: flags in; where something is wrong that a user can mend, one line out.
+
+A traceback is for bugs alone.
+"""
+
+import contextlib
+import functools
+import logging as std_logging
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from types import TracebackType
+
+from absl import app, flags, logging
+
+from launchers.configuration import not_parsed
+from venusrl.core.errors import VenusError
+
+INTERRUPTED = 130  # exit code, as shells have it for SIGINT
+_NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
+
+
+def run(main: Callable[[list[str]], None], arguments: bool = False, verbosity: int = logging.WARNING) -> None:
+    """Runs `main` as an absl program.
+
+    Args:
+      main: called with the program's name and the arguments that are no flags.
+      arguments: there may be such arguments.
+      verbosity: of the log, unless a flag says otherwise.
+    """
+    parse = functools.partial(parse_flags, arguments=arguments, verbosity=verbosity)
+    app.run(functools.partial(_main, main), flags_parser=parse)
+
+
+def parse_flags(argv: list[str], arguments: bool = False, verbosity: int = logging.WARNING) -> list[str]:
+    """The flags_parser of app.run: one line for a flag that is wrong; quiet below `verbosity` where no flag says."""
+    try:
+        rest = flags.FLAGS(argv)
+        if len(rest) > 1 and not arguments:
+            raise flags.Error(f"unexpected arguments {rest[1:]}; did you forget a dash?")
+    except flags.Error as error:
+        sys.exit(f"FlagError: {not_parsed(error)}; --help shows the flags")
+    except Exception as error:  # noqa: BLE001 - see configuration.define_config: the user's file is run here
+        sys.exit(f"ConfigError: {not_parsed(error)}")
+    for name in flags.FLAGS:
+        value = flags.FLAGS[name].value
+        if isinstance(value, float) and not math.isfinite(value):
+            sys.exit(f"FlagError: --{name}={value}: give a finite number")
+    if flags.FLAGS["verbosity"].using_default_value:  # app.run would make it INFO, a page a checkpoint
+        flags.FLAGS.verbosity = verbosity
+    return rest
+
+
+def _main(main: Callable[[list[str]], None], argv: list[str]) -> None:
+    quiet_libraries()
+    with ending():
+        main(argv)
+
+
+def quiet_libraries() -> None:
+    """Leaves out what orbax and TensorStore print of failures in their own threads, pages for each.
+
+    All of it is raised as well, as CheckpointError, where the save is waited for. With --verbosity=1 it is shown.
+    """
+    for name in ("absl", "asyncio"):
+        std_logging.getLogger(name).addFilter(_not_of_checkpoints)
+    sys.excepthook = functools.partial(_excepthook, sys.excepthook)
+
+
+def _not_of_checkpoints(record: std_logging.LogRecord) -> bool:
+    if record.exc_info is None or record.exc_info[1] is None or std_logging.getLogger().isEnabledFor(std_logging.DEBUG):
+        return True
+    places = [record.pathname, *(frame.filename for frame in traceback.extract_tb(record.exc_info[2]))]
+    beside = "Future exception was never retrieved" in record.getMessage() and (
+        len(places) == 1 or "RESOURCE_EXHAUSTED" in str(record.exc_info[1])
+    )
+    return not beside and not any(f"{os.sep}orbax{os.sep}" in place for place in places)
+
+
+def _excepthook(before: Callable, kind: type, error: BaseException, trace: TracebackType | None) -> None:
+    """TensorStore calls back into an event loop that orbax has closed after the first failure."""
+    if kind is RuntimeError and str(error) == "Event loop is closed" and trace is not None:
+        places = traceback.extract_tb(trace)
+        if all(f"{os.sep}asyncio{os.sep}" in place.filename for place in places):
+            return
+    before(kind, error, trace)
+
+
+@contextlib.contextmanager
+def ending() -> Iterator[None]:
+    """Ends the program with one line for a failure that is not a bug."""
+    try:
+        yield
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:  # whoever read the output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:  # looked at, and raised again where it is a bug
+        line = one_line(error)
+        if line is None:
+            raise
+        sys.exit(line)
+
+
+def one_line(error: BaseException) -> str | None:
+    """What to say of an error that is no bug, on one line; None for a bug."""
+    if isinstance(error, BaseExceptionGroup):
+        lines = [one_line(part) for part in error.exceptions]
+        return lines[0] if all(lines) else None
+    said = " ".join(str(error).split())
+    if isinstance(error, (VenusError, OSError)):
+        return f"{type(error).__name__}: {said or 'no reason was given'}"
+    if isinstance(error, MemoryError):
+        return f"MemoryError: {said or 'not enough memory'}; use smaller sizes"
+    if any(kind.__name__ in ("JaxRuntimeError", "XlaRuntimeError") for kind in type(error).__mro__) and any(
+        word in said for word in _NO_MEMORY
+    ):
+        return (
+            f"MemoryError: the device has not enough memory ({said[:200]}); lower rollout.slots, rollout.kv_tokens or "
+            "learner.rows_per_part"
+        )
+    return None
