@@ -130,7 +130,7 @@ def test_the_template_is_found_where_it_is(tmp_path):
     assert read(tmp_path)[1].chat_template == "one"
     several = [{"name": "tool_use", "template": "two"}, {"name": "default", "template": "three"}]
     write(tmp_path, backend(), tokenizer_config={"chat_template": several})
-    assert read(tmp_path)[1].chat_template == "three"
+    assert read(tmp_path)[1].chat_template == {"tool_use": "two", "default": "three"}
     (tmp_path / "chat_template.jinja").write_text("four")
     assert read(tmp_path)[1].chat_template == "four"
     assert [path.name for path in read(tmp_path)[1].copies][-1] == "chat_template.jinja"
