@@ -7,6 +7,9 @@ from typing import Any, Protocol
 from venusrl.core.errors import WorkerError
 from venusrl.observe.prometheus import Description
 
+Top = list[list[tuple[int, float]]]  # for each token, the most likely ones in its place and their logprobs
+MOST_TOP = 20  # as in the OpenAI API
+
 
 @dataclasses.dataclass(frozen=True)
 class Request:
@@ -20,6 +23,7 @@ class Request:
       seed: of the trajectory's sampling, 0 <= seed < 2^31; with the position it decides every draw, whatever else is in
         the batch.
       namespace: whose prefixes it may share; nothing is shared between different ones.
+      top_logprobs: how many of the most likely tokens are told beside each generated one, 0 to MOST_TOP.
     """
 
     trajectory: str
@@ -28,6 +32,7 @@ class Request:
     temperature: float = 1.0
     seed: int = 0
     namespace: str = ""
+    top_logprobs: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +45,14 @@ class Chunk:
       version: the weight version that generated them.
       stop: None while more follows; then "stop" (a stop token was generated, it is the last one), "length" (max_tokens
         or the longest sequence reached, or all KV filled) or "preempted".
+      top: where the request asked for them, the most likely tokens of each place, the first the likeliest.
     """
 
     tokens: list[int]
     logprobs: list[float]
     version: int
     stop: str | None = None
+    top: Top | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,8 +24,8 @@ def engine(weights):
 
 def request(**fields):
     """Like a Request, with fields of any type."""
-    good = {"trajectory": "t", "tokens": [9, 10], "max_tokens": 4, "temperature": 1.0, "seed": 0, "namespace": ""}
-    return SimpleNamespace(**{**good, **fields})
+    good = {"trajectory": "t", "tokens": [9, 10], "max_tokens": 4, "temperature": 1.0, "seed": 0}
+    return SimpleNamespace(**{**good, "namespace": "", "top_logprobs": 0, **fields})
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What a call may ask for: every field null, refused, or out of range; hostile bodies between good calls."""
 
+import dataclasses
 import json
 import random
 
@@ -53,7 +54,8 @@ async def test_what_is_not_supported_is_refused_by_name_and_its_neutral_value_is
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options is only allowed"),
         ({"stream": True, "stream_options": {"more": 1}}, "stream_options"),
-        ({"top_logprobs": 3, "logprobs": True}, "top_logprobs"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs needs logprobs"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
@@ -199,3 +201,22 @@ async def test_one_call_at_a_time_ends_after_the_first():
     both = (await bench.chat(HELLO, session="a", tools=TOOLS))["choices"][0]["message"]["tool_calls"]
     one = (await bench.chat(HELLO, session="b", tools=TOOLS, parallel_tool_calls=False))["choices"][0]
     assert len(both) == 2 and len(one["message"]["tool_calls"]) == 1 and one["finish_reason"] == "tool_calls"
+
+
+async def test_the_most_likely_tokens_are_told_in_both_shapes():
+    bench = Bench(Script(lambda turn, seed: "say"))
+    generate = bench.worker.generate
+
+    async def ranked(request):
+        async for chunk in generate(request):
+            top = [[(token, -0.5), (9, -1.5)][: request.top_logprobs] for token in chunk.tokens]
+            yield dataclasses.replace(chunk, top=top)
+
+    bench.worker.generate = ranked
+    entries = (await bench.chat(HELLO, logprobs=True, top_logprobs=2))["choices"][0]["logprobs"]["content"]
+    for entry in entries:
+        first, second = entry["top_logprobs"]
+        assert (first["token"], first["logprob"], second["logprob"]) == (entry["token"], -0.5, -1.5)
+    body = {"prompt": bench.script.chat.prompt(HELLO), "logprobs": 1}
+    told = (await bench.http.post("/v1/completions", json=body)).json()["choices"][0]["logprobs"]
+    assert told["top_logprobs"] == [{token: -0.5} for token in told["tokens"]]

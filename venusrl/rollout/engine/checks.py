@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from venusrl.core.errors import ContractError
-from venusrl.rollout.worker import Request
+from venusrl.rollout.worker import MOST_TOP, Request
 
 LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = float(np.finfo(np.float32).tiny)  # a smaller one is 0 on a device that flushes subnormal numbers
@@ -48,6 +48,7 @@ def check_fields(request: Request, vocab: int) -> None:
     check_text(f"{where}: namespace", request.namespace)
     _check_int(where, "max_tokens", request.max_tokens, 1, None)
     _check_int(where, "seed", request.seed, 0, 2**31 - 1)
+    _check_int(where, "top_logprobs", request.top_logprobs, 0, MOST_TOP)
     _check_temperature(where, request.temperature)
     _check_tokens(where, request.tokens, vocab)
 

@@ -24,9 +24,9 @@ from venusrl.rollout.engine.checks import check_fields, check_params, device_tem
 from venusrl.rollout.engine.kv import KvStore, Prefix
 from venusrl.rollout.engine.lanes import Lanes, fitting
 from venusrl.rollout.engine.options import EngineOptions, bucket
-from venusrl.rollout.engine.programs import Programs, RowState
+from venusrl.rollout.engine.programs import TOP, Programs, RowState
 from venusrl.rollout.engine.sequence import Queue, Sequence
-from venusrl.rollout.worker import Chunk, Load, Request
+from venusrl.rollout.worker import Chunk, Load, Request, Top
 
 Answer = tuple[Request, Chunk]
 
@@ -379,7 +379,7 @@ class Engine:
         decoded = self._lanes.run([functools.partial(self._decode_lane, *lane) for lane in lanes])
         ended = []
         pairs = [pair for (_, part), made in zip(lanes, decoded, strict=True) for pair in zip(part, made, strict=True)]
-        for s, (new, new_logprobs) in pairs:
+        for s, (new, new_logprobs, top) in pairs:
             n = len(new)
             good = next((k for k, value in enumerate(new_logprobs) if not math.isfinite(value)), n)
             if good < n:  # the logits were no numbers: this request fails, the others go on
@@ -392,7 +392,7 @@ class Engine:
             s.left -= n
             self._counts["generated"] += n
             stop = "stop" if new[-1] in self._stop else "length" if s.left <= 0 else None
-            answers.append((s.request, Chunk(new, new_logprobs, self.version, stop)))
+            answers.append((s.request, Chunk(new, new_logprobs, self.version, stop, top)))
             if stop:
                 ended.append(s)
         for s in ended:
@@ -400,8 +400,8 @@ class Engine:
             self._forget_claims(s.trajectory)
         self._end(ended)
 
-    def _decode_lane(self, lane: int, ready: list[Sequence]) -> list[tuple[list[int], list[float]]]:
-        """New tokens and their logprobs of each sequence."""
+    def _decode_lane(self, lane: int, ready: list[Sequence]) -> list[tuple[list[int], list[float], Top | None]]:
+        """New tokens and their logprobs of each sequence, and the most likely ones where it asks for any."""
         rows, steps = self.options.lane_rows, self.options.decode_steps
         size = bucket(len(ready), self._batches)
         # Where each row stands in the batch: its own place in a whole one, else the next.
@@ -416,10 +416,21 @@ class Engine:
         read, caches = bucket(int(position.max()), self._reads), self._kv.caches
         state = RowState(*(jnp.asarray(x) for x in (token, position, remaining, temperature, seed)))
         which = None if size == rows else jnp.asarray(where)
-        caches[lane], out = self._programs.decode(steps, read, self._params, caches[lane], which, state)
-        tokens, logprobs, counts = (np.asarray(x) for x in out)
-        return [(tokens[: counts[i], i].tolist(), logprobs[: counts[i], i].tolist()) for i in places]
+        top = TOP if any(s.request.top_logprobs for s in ready) else 0
+        caches[lane], out = self._programs.decode(steps, read, top, self._params, caches[lane], which, state)
+        tokens, logprobs, counts, *ranked = (np.asarray(x) for x in out)
+        return [
+            (tokens[:n, i].tolist(), logprobs[:n, i].tolist(), _most_likely(*ranked, n, i, s.request.top_logprobs))
+            for s, i, n in ((s, i, counts[i]) for s, i in zip(ready, places, strict=True))
+        ]
 
     def _end(self, ended: list[Sequence]) -> None:
         self._kept.update((s.trajectory, s.cached) for s in ended if s.trajectory in self._resident)
         self._kv.end(ended)
+
+
+def _most_likely(tokens_CRK: np.ndarray, logprobs_CRK: np.ndarray, n: int, row: int, wanted: int) -> Top | None:
+    if not wanted:
+        return None
+    places = zip(tokens_CRK[:n, row, :wanted].tolist(), logprobs_CRK[:n, row, :wanted].tolist(), strict=True)
+    return [list(zip(*place, strict=True)) for place in places]

@@ -11,6 +11,7 @@ from venusrl.rollout.engine.attention.base import RowAttention
 from venusrl.rollout.engine.cache import LayerCache, load, pick, place, store
 
 BLOCK = 64  # tokens that sampling looks at together
+TOP = 20  # of the most likely tokens, those that are told where a request asks for any
 
 
 class RowState(NamedTuple):
@@ -32,15 +33,24 @@ class RowState(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """C steps of R rows; what lies after a row's `count` means nothing."""
+    """C steps of R rows; what lies after a row's `count` means nothing. K is 0 or TOP: the most likely tokens of each
+    place, in order."""
 
     tokens_CR: jax.Array
     logprobs_CR: jax.Array
     count_R: jax.Array
+    top_tokens_CRK: jax.Array
+    top_logprobs_CRK: jax.Array
 
 
 def sample(logits_RV: jax.Array, state: RowState) -> tuple[jax.Array, jax.Array]:
-    """One token a row and its logprob under temperature only (temperature 1 where greedy); no logprob is above 0.
+    """As `ranked_sample`, without the most likely tokens."""
+    return ranked_sample(logits_RV, state, 0)[:2]
+
+
+def ranked_sample(logits_RV: jax.Array, state: RowState, top: int) -> tuple[jax.Array, ...]:
+    """One token a row and its logprob under temperature only (temperature 1 where greedy); then the `top` most likely
+    tokens [R, K] and theirs. No logprob is above 0.
 
     The largest logit is taken off before the division: what the rounding of a large quotient would lose of the
     difference (0.002 of 30 / 0.001) is then never there.
@@ -69,8 +79,10 @@ def sample(logits_RV: jax.Array, state: RowState) -> tuple[jax.Array, jax.Array]
     sampled = block * BLOCK + _invert(chosen_RY, draws_R2[:, 1])
     token = jnp.where(greedy, logits_RV.argmax(-1), sampled).astype(jnp.int32)
     # Two terms that are 0 or less: the sum has a 1 in it, for the largest.
-    logprob = jnp.take_along_axis(below_RV, token[:, None], axis=-1)[:, 0] - jnp.log(jnp.maximum(total, 1.0))
-    return token, logprob
+    log_total_R1 = jnp.log(jnp.maximum(total, 1.0))[:, None]
+    logprob = (jnp.take_along_axis(below_RV, token[:, None], axis=-1) - log_total_R1)[:, 0]
+    top_below_RK, top_RK = jax.lax.top_k(below_RV, min(top, vocab))
+    return token, logprob, top_RK.astype(jnp.int32), top_below_RK - log_total_R1
 
 
 def _invert(weights_RX: jax.Array, draw_R: jax.Array) -> jax.Array:
@@ -116,6 +128,7 @@ def decode(
     steps: int,
     read: int,
     stop_tokens: tuple[int, ...],
+    top: int,
     params,
     caches: list[LayerCache],
     rows_R,
@@ -127,14 +140,20 @@ def decode(
 
     Args:
       read: static; cached positions that are looked at, at least the position of every row.
+      top: static; how many of the most likely tokens are told.
       rows_R: row of the cache of each entry of `state`; one outside the cache for padding, with none remaining. None
         where the state speaks of all rows in order.
     """
     still, chunks = zip(*(attention.begin(layer, rows_R, read, steps) for layer in caches), strict=True)
     start_R = state.position
     rows = state.token.shape[0]
+    places, ranks = (steps, rows), (steps, rows, min(top, config.vocab_size))
     empty = Decoded(
-        jnp.zeros((steps, rows), jnp.int32), jnp.zeros((steps, rows), jnp.float32), jnp.zeros(rows, jnp.int32)
+        jnp.zeros(places, jnp.int32),
+        jnp.zeros(places, jnp.float32),
+        jnp.zeros(rows, jnp.int32),
+        jnp.zeros(ranks, jnp.int32),
+        jnp.zeros(ranks, jnp.float32),
     )
     head_DV = head_matrix(params).astype(config.dtype)
 
@@ -151,10 +170,16 @@ def decode(
             {"params": params}, state.token[:, None], state.position[:, None], attend, layers
         )
         logits = jnp.einsum("rd,dv->rv", hidden[:, 0], head_DV, preferred_element_type=jnp.float32)
-        token, logprob = sample(logits, state)
+        token, logprob, *ranked = ranked_sample(logits, state, top)
         stopped = (token[:, None] == jnp.array(stop_tokens)).any(-1)
         remaining = jnp.where(active & ~stopped, state.remaining - 1, 0)
-        out = Decoded(out.tokens_CR.at[step].set(token), out.logprobs_CR.at[step].set(logprob), out.count_R + active)
+        out = Decoded(
+            out.tokens_CR.at[step].set(token),
+            out.logprobs_CR.at[step].set(logprob),
+            out.count_R + active,
+            out.top_tokens_CRK.at[step].set(ranked[0]),
+            out.top_logprobs_CRK.at[step].set(ranked[1]),
+        )
         state = state._replace(
             token=jnp.where(active, token, state.token),
             position=jnp.where(active, state.position + 1, state.position),
@@ -175,7 +200,7 @@ class Programs:
         self._attention = attention
         self._stop = tuple(stop_tokens)
         self._prefill = jax.jit(prefill, static_argnums=(0, 1, 2), donate_argnums=(4,))
-        self._decode = jax.jit(decode, static_argnums=(0, 1, 2, 3, 4), donate_argnums=(6,))
+        self._decode = jax.jit(decode, static_argnums=(0, 1, 2, 3, 4, 5), donate_argnums=(7,))
         self.store = jax.jit(store, donate_argnums=(0,))
         self.load = jax.jit(load, donate_argnums=(0,))
         self.pick = jax.jit(pick)
@@ -184,8 +209,9 @@ class Programs:
     def prefill(self, read: int, params, caches, rows_R, tokens_RT, start_R, count_R):
         return self._prefill(self._config, self._attention, read, params, caches, rows_R, tokens_RT, start_R, count_R)
 
-    def decode(self, steps: int, read: int, params, caches, rows_R, state: RowState):
-        return self._decode(self._config, self._attention, steps, read, self._stop, params, caches, rows_R, state)
+    def decode(self, steps: int, read: int, top: int, params, caches, rows_R, state: RowState):
+        fixed = (self._config, self._attention, steps, read, self._stop, top)
+        return self._decode(*fixed, params, caches, rows_R, state)
 
     @property
     def compiled(self) -> int:

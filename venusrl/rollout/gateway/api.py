@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from venusrl.core.errors import ContractError
+from venusrl.rollout.worker import MOST_TOP
 
 STOPS = 4  # stop strings a call may give, as in the OpenAI API
 LARGEST_INT = 2**31 - 1
@@ -244,13 +245,13 @@ class ChatCall(Call):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
     chat_template_kwargs: dict[str, Json] | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> "ChatCall":
-        if self.top_logprobs:
-            raise ValueError(f"top_logprobs={self.top_logprobs}: only the sampled token's logprob is known; give 0")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
         choice = self.tool_choice
         if choice == "required" and not self.tools:
             raise ValueError('tool_choice="required" needs tools')
@@ -274,6 +275,11 @@ class ChatCall(Call):
     def length(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
+    @property
+    def ranks(self) -> int:
+        """Of the most likely tokens, how many are told."""
+        return self.top_logprobs or 0
+
     def history(self) -> list[dict[str, Any]]:
         return [message.plain() for message in self.messages]
 
@@ -282,12 +288,10 @@ class CompletionCall(Call):
     """A call to /v1/completions. The prompt is text or token ids; one a call."""
 
     prompt: Text | list[Any]
-    logprobs: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] | None = None
 
     @model_validator(mode="after")
     def _check_completion(self) -> "CompletionCall":
-        if self.logprobs:
-            raise ValueError(f"logprobs={self.logprobs}: only the sampled token's logprob is known; give 0")
         prompt = self.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
             prompt = prompt[0]
@@ -302,6 +306,10 @@ class CompletionCall(Call):
     @property
     def length(self) -> int | None:
         return self.max_tokens
+
+    @property
+    def ranks(self) -> int:
+        return self.logprobs or 0
 
 
 class HarnessCall(ChatCall):

@@ -302,7 +302,8 @@ class _Run:
             seed = trajectory.seed
             if call.seed is not None:
                 seed = sampling_seed(call.seed, i) if i else call.seed
-            pairs.append((sample, Request(trajectory.id, list(self.context), length, temperature, seed)))
+            request = Request(trajectory.id, list(self.context), length, temperature, seed, top_logprobs=call.ranks)
+            pairs.append((sample, request))
         return pairs
 
     @property

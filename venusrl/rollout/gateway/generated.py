@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from venusrl.models.tokenizer import Tokenizer
-from venusrl.rollout.worker import Chunk
+from venusrl.rollout.worker import Chunk, Top
 
 FINISH = {"stop": "stop", "length": "length", "preempted": "length"}
 _SETTLE = 32  # tokens that are decoded anew with every chunk, at least
@@ -29,6 +29,7 @@ class Generated:
         self.chunks: list[Chunk] = []
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        self._top: Top = []
         self.text = self._settled = forced
         self._from = 0  # the first token whose text is not settled
         self._searched = len(forced)  # of the text, where no stop string begins
@@ -41,6 +42,7 @@ class Generated:
             self.chunks.append(chunk)
         self.tokens += chunk.tokens
         self.logprobs += chunk.logprobs
+        self._top += chunk.top or [[] for _ in chunk.tokens]
         new = self._tokenizer.decode(self.tokens[self._from :])
         self.text = self._settled + new
         if len(self.tokens) - self._from > _SETTLE and not new.endswith("\ufffd"):
@@ -70,17 +72,21 @@ class Generated:
         return {
             "tokens": [entry["token"] for entry in entries],
             "token_logprobs": [entry["logprob"] for entry in entries],
-            "top_logprobs": None,
+            "top_logprobs": [
+                {one["token"]: one["logprob"] for one in [*entry["top_logprobs"], entry]} for entry in entries
+            ],
             "text_offset": offsets[begin:-1],
         }
 
     def _entry(self, index: int) -> dict[str, Any]:
-        token = self.tokens[index]
+        entry = self._one(self.tokens[index], self.logprobs[index])
+        return entry | {"top_logprobs": [self._one(*pair) for pair in self._top[index]]}
+
+    def _one(self, token: int, logprob: float) -> dict[str, Any]:
         return {
             "token": self._token_text(token),
-            "logprob": self.logprobs[index],
+            "logprob": logprob,
             "bytes": list(self._tokenizer.bytes_of(token)),
-            "top_logprobs": [],
         }
 
     def _token_text(self, token: int) -> str:
