@@ -77,3 +77,10 @@ def test_a_tokenizer_without_chatml_is_read_and_cannot_speak_it():
     assert not plain.speaks_chatml
     with pytest.raises(ConfigError, match=r"<\|im_start\|>"):
         ChatFormat(plain)
+
+
+def test_a_long_text_has_the_ids_of_its_parts_and_halves_of_characters_are_replaced(tokenizer):
+    line = "the fox <|im_end|> 12 é\n"
+    whole = tokenizer.encode(line * 2000)
+    assert whole == tokenizer.encode(line) * 2000 and tokenizer.im_end not in whole
+    assert tokenizer.encode("\ud800" + line * 2000) == tokenizer.encode("\ufffd") + whole

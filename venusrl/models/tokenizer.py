@@ -13,6 +13,7 @@ END_OF_TEXT = "<|endoftext|>"
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"
 CONTROL = (END_OF_TEXT, IM_START, IM_END)
+LONG = 4096  # characters from which on a text takes milliseconds
 _SPACES = ("\u2581", "\u0120")  # how SentencePiece and byte-level BPE write a space
 _OTHER = ("tokenizer.model", "vocab.json", "spiece.model", "tekken.json")  # formats of tokenizers that are not read
 
@@ -160,10 +161,15 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; half of a character (a lone surrogate) counts as U+FFFD, as there are no bytes for it."""
         try:
-            return self._backend.encode(text, add_special_tokens=False).ids
+            return self._ids(text)
         except TypeError:
-            whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            return self._backend.encode(whole, add_special_tokens=False).ids
+            return self._ids(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+
+    def _ids(self, text: str) -> list[int]:
+        if len(text) < LONG:
+            return self._backend.encode(text, add_special_tokens=False).ids
+        # This one lets other threads of Python run meanwhile.
+        return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def decode(self, ids: Iterable[int], keep_control: bool = False) -> str:
         """Text of `ids`; invalid UTF-8 becomes replacement characters."""

@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
+import json
 import os
+import time
 
+import httpx
 import openai
 import pytest
 
@@ -204,3 +207,31 @@ async def test_litellm_whole_streamed_and_its_errors():
         with pytest.raises(litellm.ContextWindowExceededError):
             long = [{"role": "user", "content": "go on " * 1000}]
             await litellm.acompletion(**{**fields, "messages": long})
+
+
+async def test_a_large_body_holds_up_nobody_and_one_that_is_too_large_is_refused():
+    bench = Bench(max_length=100_000)
+    async with served(bench) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
+        waits: list[float] = []
+        done = asyncio.Event()
+
+        async def ping():
+            while not done.is_set():
+                began = time.monotonic()
+                assert (await http.get("/models")).is_success
+                waits.append(time.monotonic() - began)
+                await asyncio.sleep(0.01)
+
+        pinging = asyncio.create_task(ping())
+        began = time.monotonic()
+        body = json.dumps({"messages": [{"role": "user", "content": "some words of text " * 100_000}]}).encode()
+        long = await http.post("/chat/completions", content=body)
+        took = time.monotonic() - began
+        done.set()
+        await pinging
+        assert long.status_code == 400 and long.json()["error"]["code"] == "context_length_exceeded"
+        assert max(waits) < max(0.25, took / 4), (max(waits), took)
+        many = await http.post("/chat/completions", content=b" " * (17 * 2**20))
+        assert many.status_code == 400 and "more than" in many.text
+        huge = {"messages": [{"role": "user", "content": "x" * 15_000_000}]}  # no token is that long: not made tokens
+        assert (await http.post("/chat/completions", json=huge)).json()["error"]["code"] == "context_length_exceeded"
