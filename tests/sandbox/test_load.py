@@ -1,6 +1,7 @@
 """What takes minutes (`make test-sandbox`): neighbours of hogs, hundreds of sandboxes at once, hundreds in turn."""
 
 import asyncio
+import os
 import time
 
 import pytest
@@ -21,38 +22,64 @@ HOGS = {
 }
 
 
-async def p99(sandbox, calls: int = 800) -> float:
-    """Seconds of an exec, in between the next one's."""
+ROUNDS, CALLS = 4, 400
+QUIET = 0.5  # processors that others may keep busy in a round that counts
+OWN = 0.3  # processors that the calls themselves take
+
+
+async def exec_seconds(sandbox, calls: int = CALLS) -> list[float]:
+    """Of an exec each, in between the next one's."""
     seconds = []
     for _ in range(calls):
         started = time.perf_counter()
         await sandbox.exec("true")
         seconds.append(time.perf_counter() - started)
         await asyncio.sleep(0.005)
-    return sorted(seconds)[calls * 99 // 100 - 1]
+    return seconds
+
+
+def busy_s() -> float:
+    """Seconds that this machine's processors have been at work, all together."""
+    with open("/proc/stat") as file:
+        fields = [int(field) for field in file.readline().split()[1:9]]
+    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def p99(seconds: list[float]) -> float:
+    return sorted(seconds)[len(seconds) * 99 // 100 - 1]
 
 
 @pytest.mark.parametrize("hog", HOGS)
 async def test_a_hog_slows_its_neighbour_less_than_twice(hog):
-    """The best of five, each held against the worse of before and after: others share the machine, and a p99 has it."""
+    """The p99 of all calls beside it against that of all calls without it, in turns of a few seconds.
+
+    A round counts where others left the machine alone before the hog came; which ones do is not chosen by their result.
+    """
     async with SandboxPool(max_sandboxes=2) as pool:
         if None in pool.host["cgroups"].values():
             pytest.skip("no writable cgroups for memory, processes and processors on this host")
-        victim, ratios = await pool.create(Template("victim")), []
-        await p99(victim, 50)
-        for _ in range(5):
-            alone = await p99(victim)
+        victim = await pool.create(Template("victim"))
+        await exec_seconds(victim, 50)
+        alone, beside, rounds = [], [], 0
+        for _ in range(4 * ROUNDS):
+            began, busy = time.perf_counter(), busy_s()
+            quiet = await exec_seconds(victim)
+            if (busy_s() - busy) / (time.perf_counter() - began) > QUIET + OWN:
+                continue
             sandbox = await pool.create(Template("hog"))
             await sandbox.start(HOGS[hog], follow=False)
             await asyncio.sleep(0.5)
-            beside = await p99(victim)
+            alone, beside = alone + quiet, beside + await exec_seconds(victim)
             await sandbox.kill()
-            ratios.append(beside / max(alone, await p99(victim)))
-            if ratios[-1] < 2:
+            await asyncio.sleep(0.5)
+            rounds += 1
+            if rounds == ROUNDS:
                 break
-            await asyncio.sleep(1.0)
-        print(f"{hog}: p99 of a neighbour's exec {', '.join(f'{ratio:.2f}x' for ratio in ratios)}")
-        assert min(ratios) < 2
+        if rounds < ROUNDS:
+            pytest.skip(f"others kept more than {QUIET} processors of this machine busy in most rounds")
+        ratio = p99(beside) / p99(alone)
+        print(f"{hog}: p99 of a neighbour's exec {p99(alone) * 1e3:.2f} -> {p99(beside) * 1e3:.2f} ms, {ratio:.2f}x")
+        assert ratio < 2
 
 
 async def test_five_hundred_at_once():

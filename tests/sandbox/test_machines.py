@@ -205,21 +205,37 @@ async def test_a_damaged_snapshot_starts_nothing(backend, tmp_path):
 
 @each
 async def test_a_caller_who_gives_up_leaves_nothing_half_done(backend, tmp_path):
-    async with machine_pool(backend, snapshots=tmp_path / "s", max_sandboxes=2) as pool:
+    """Given up at several moments: what is not handed over is not there, neither machine nor folder nor snapshot."""
+    async with machine_pool(backend, snapshots=tmp_path / "s", folder=tmp_path / "m", max_sandboxes=2) as pool:
         sandbox = await pool.create(SMALL)
+        machines = len(of_machines())
+        kinds = {"snapshot": sandbox.snapshot, "fork": sandbox.fork, "create": lambda: pool.create(SMALL)}
+        given_up, kept = dict.fromkeys(kinds, 0), set()
         for wait_s in (0.0, 0.02, 0.05, 0.1):
-            for work in (sandbox.snapshot(), sandbox.fork(), pool.create(SMALL)):
-                task = asyncio.create_task(work)
+            for kind, work in kinds.items():
+                task = asyncio.create_task(work())
                 await asyncio.sleep(wait_s)
+                too_late = task.done()
                 task.cancel()
-                done = (await asyncio.gather(task, return_exceptions=True))[0]
-                assert isinstance(done, asyncio.CancelledError | str) or done is None or hasattr(done, "kill")
-                if hasattr(done, "kill"):
+                (done,) = await asyncio.gather(task, return_exceptions=True)
+                assert isinstance(done, asyncio.CancelledError) is not too_late, f"{kind} after {wait_s} s: {done!r}"
+                given_up[kind] += not too_late
+                if too_late and kind == "snapshot":
+                    kept.add(done)
+                elif too_late:
+                    assert (await done.exec("echo own")).text == "own\n"
                     await done.kill()
                 assert (await sandbox.exec("echo on", timeout_s=20)).text == "on\n"
-        await until(lambda: pool.alive == 1)
+                await until(lambda: pool.alive == 1 and list(pool._machines) == [sandbox.id])
+                await until(lambda: len(of_machines()) == machines)
+                assert {saved.id for saved in await pool.snapshots()} == kept
+                await until(lambda: {path.name for path in (tmp_path / "s").glob("*")} == kept)
+        assert min(given_up.values()) > 0, "nothing was given up in time"
         other = await pool.create(SMALL)
         assert (await other.exec("echo two")).text == "two\n"
+        with pytest.raises(SandboxCapacity):  # both places are taken, and no more than both
+            pool._wait_s = 0.1
+            await pool.create(SMALL)
 
 
 @cloned

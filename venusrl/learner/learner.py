@@ -38,7 +38,7 @@ class LearnerOptions:
       of nothing else is looked at whole, for its metrics.
     """
 
-    row_length: int = 1024
+    row_length: int = 512
     rows_per_part: int = 8
     minibatches: int = 1
     max_skipped: int = 5

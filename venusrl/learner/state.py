@@ -31,9 +31,9 @@ class TrainState:
 def make_optimizer(
     learning_rate: float,
     *,
-    warmup_steps: int = 0,
+    warmup_steps: int = 5,
     total_steps: int = 0,
-    final_fraction: float = 1.0,
+    final_fraction: float = 0.1,
     b1: float = 0.9,
     b2: float = 0.95,
     weight_decay: float = 0.0,

@@ -44,7 +44,7 @@ class RolloutOptions:
     """
 
     temperature: float = 1.0
-    max_tokens: int = 256
+    max_tokens: int = 64
     env_s: float = 120.0
 
     def __post_init__(self):

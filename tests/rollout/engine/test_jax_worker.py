@@ -227,36 +227,41 @@ async def test_after_close(worker, newer):
     await within(worker.close())
 
 
-async def test_an_engine_failure_reaches_every_reader(weights, newer):
-    engine = tiny.engine(weights)
+@pytest.mark.parametrize("on_update", ["recompute", "drain"])
+async def test_an_engine_failure_reaches_every_reader_and_every_update_that_waits(weights, newer, on_update):
+    """The update is asked for while the step that fails is under way, so that it is never made: it must say so."""
+    engine = tiny.engine(weights, on_update=on_update)
     worker = JaxWorker("w1", engine)
-    gate = Gate(engine)
-    steps = []
-    inner = engine.step
+    inner, broken = engine.step, threading.Event()
 
     def failing():
-        steps.append(1)
-        if len(steps) == 2:
-            inner()
+        if broken.is_set():
             raise RuntimeError("RESOURCE_EXHAUSTED")
         return inner()
 
     engine.step = failing
+    gate = Gate(engine)
     await worker.start()
     readers = [asyncio.create_task(collect(worker, ask(str(i), tiny.tokens(i, 4), 40))) for i in range(5)]
-    await asyncio.to_thread(gate.entered.wait, SECONDS)
-    await gate.shut()
-    update = asyncio.create_task(worker.update_weights(newer, 1))
-    await asyncio.sleep(0)
+    await gate.shut()  # inside the step that will fail
+    updates = [asyncio.create_task(worker.update_weights(newer, version)) for version in (1, 2)]
+    exported = asyncio.create_task(worker.export_kv("0"))
+    await asyncio.sleep(0.01)
+    assert len(worker._asked) == 3
+    broken.set()
     gate.open()
     for reader in readers:
         with pytest.raises(WorkerError, match=r"w1 failed: .*RESOURCE_EXHAUSTED"):
             await within(reader)
-    await within(asyncio.wait([update]))
-    assert update.exception() is None or isinstance(update.exception(), WorkerError)
-    with pytest.raises(WorkerError):
+    failures = await within(asyncio.gather(*updates, exported, return_exceptions=True))
+    assert all(isinstance(failure, WorkerError) for failure in failures), failures
+    assert all("w1 failed" in str(failure) and "RESOURCE_EXHAUSTED" in str(failure) for failure in failures)
+    assert len({id(failure) for failure in failures}) == 3  # a fresh one for everybody who asks
+    assert engine.version == 0
+    with pytest.raises(WorkerError, match=r"w1 failed: .*RESOURCE_EXHAUSTED"):
         await within(anext(worker.generate(ask("t", tiny.tokens(0, 4), 3))))
-    await within(asyncio.wait([asyncio.create_task(worker.close())]))
+    with pytest.raises(WorkerError, match=r"w1 failed: .*RESOURCE_EXHAUSTED"):
+        await within(worker.close())
     assert not [t for t in threading.enumerate() if t.name.startswith("engine-w1")]
 
 
@@ -270,4 +275,5 @@ async def test_weights_that_fail_fail_their_caller(weights):
             leaf.delete()
     with pytest.raises(WorkerError, match=r"w2 failed: .*deleted"):
         await within(worker.update_weights(dead, 1))
-    await within(asyncio.wait([asyncio.create_task(worker.close())]))
+    with pytest.raises(WorkerError, match=r"w2 failed: .*deleted"):
+        await within(worker.close())

@@ -208,4 +208,4 @@ class JaxWorker:
             self._asked.clear()
             for update in self._updates:
                 if not update.done():
-                    update.set_exception(failure)
+                    update.set_exception(again(failure))

@@ -34,7 +34,7 @@ class EngineOptions:
 
     slots: int = 64
     lanes: int = 0
-    max_length: int = 1024
+    max_length: int = 512
     page: int = 16
     kv_tokens: int = 0
     host_tokens: int = 0
@@ -46,7 +46,7 @@ class EngineOptions:
     decode_rows: tuple[int, ...] = (16,)
     prefill_rows: tuple[int, ...] = (4, 16)
     prefill_tokens: tuple[int, ...] = (32, 128)
-    read_lengths: tuple[int, ...] = (256, 512)
+    read_lengths: tuple[int, ...] = (256,)
     debug: bool = False
 
     def __post_init__(self):
