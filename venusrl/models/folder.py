@@ -61,8 +61,8 @@ def open_folder(
         the folder contradict each other.
     """
     path = Path(path)
-    if shape is not None:  # the oldest complaint first: nothing is there
-        Tokenizer.load(path / TOKENIZER)
+    if shape is not None and not (path / TOKENIZER).is_file():
+        Tokenizer.load(path / TOKENIZER)  # says what is there instead
     theirs, raw = hf_config.read_config(path, dtype, remat, ignore)
     if shape is None:
         shape = theirs
