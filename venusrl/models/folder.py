@@ -116,6 +116,12 @@ def write_folder(
         partial.mkdir(parents=True)
         ids = _write_tokenizer(partial, tokenizer, files, list(stop_tokens))
         hf.save(partial, params, config, dtype, shard_bytes, ids)
+        if config.attention_bias == "qkv" and not any(path.name == "tokenizer_config.json" for path in files.copies):
+            logging.warning(
+                "%s: AutoTokenizer of transformers 5 splits the text of a qwen2 as Qwen does, whatever its files say; "
+                "read this tokenizer with PreTrainedTokenizerFast",
+                out,
+            )
         for path in sorted(partial.iterdir()):
             _sync(path)
         _sync(partial)
