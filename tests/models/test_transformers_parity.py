@@ -102,7 +102,7 @@ def test_an_exported_tokenizer_makes_the_same_tokens_and_prompts(tmp_path, token
     stop = (tokenizer.im_end, tokenizer.end_of_text)
     config = dataclasses.replace(BASE, **SHAPES[name])
     folder.write_folder(tmp_path / "out", random_params(config), config, tokenizer, TokenizerFiles(), stop)
-    # AutoTokenizer of version 5 takes Qwen2's own rules for a qwen2, whatever the folder says; ours is no Qwen tokenizer.
+    # AutoTokenizer of version 5 splits text of a qwen2 as Qwen does, whatever the folder says; ours is no Qwen's.
     reader = transformers.PreTrainedTokenizerFast if name == "qwen2" else transformers.AutoTokenizer
     theirs = reader.from_pretrained(tmp_path / "out")
     for text in HARD:
