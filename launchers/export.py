@@ -1,4 +1,4 @@
-"""The newest checkpoint of a run as a folder that transformers, vLLM and SGLang load.
+"""The newest checkpoint of a run as a folder that transformers loads, and what reads such folders.
 
     python -m launchers.export --workdir=runs/quickstart --out=exported
     python -m launchers.export --workdir=runs/quickstart --out=exported --dtype=bfloat16 --shard_gb=2

@@ -67,6 +67,7 @@ def test_an_export_says_what_transformers_needs(tmp_path, run):
     assert set(config["eos_token_id"]) == set(generation["eos_token_id"]) == set(stop)
     assert tokenizer["eos_token"] == "<|im_end|>" and "<|im_start|>" in tokenizer["chat_template"]
     assert not [path for path in tmp_path.iterdir() if path.name != "out"]  # nothing is left beside it
+    assert {oct(path.stat().st_mode & 0o777) for path in out.iterdir()} == {"0o644"}
 
 
 def json_config(folder):

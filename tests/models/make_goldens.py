@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[str, dict]] = {  # name -> (model_type, fields that diffe
         "qwen3",
         dict(rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=0.5, beta_fast=4.0, beta_slow=0.5, truncate=False)),
     ),
-    "qwen3_bias": ("qwen3", dict(attention_bias=True)),
+    "qwen3_bias_yarn": ("qwen3", dict(attention_bias=True, rope_parameters=YARN)),
     "llama": ("llama", dict(rope_parameters=dict(rope_type="default", rope_theta=5e5))),
     "llama3": ("llama", dict(tie_word_embeddings=True, rope_parameters=LLAMA3)),
     "llama_linear": ("llama", dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=4.0))),

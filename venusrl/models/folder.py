@@ -56,8 +56,8 @@ def open_folder(
         the folder contradict each other.
     """
     path = Path(path)
-    if shape is not None:  # the oldest complaint first: nothing is there
-        Tokenizer.load(path / TOKENIZER)
+    if shape is not None and not (path / TOKENIZER).is_file():
+        Tokenizer.load(path / TOKENIZER)  # says what is there instead
     theirs, raw = hf_config.read_config(path, dtype, remat, ignore)
     if shape is None:
         shape = theirs
@@ -111,6 +111,12 @@ def write_folder(
         partial.mkdir(parents=True)
         ids = _write_tokenizer(partial, tokenizer, files, list(stop_tokens))
         hf.save(partial, params, config, dtype, shard_bytes, ids)
+        if config.attention_bias == "qkv" and not any(path.name == "tokenizer_config.json" for path in files.copies):
+            logging.warning(
+                "%s: AutoTokenizer of transformers 5 splits the text of a qwen2 as Qwen does, whatever its files say; "
+                "read this tokenizer with PreTrainedTokenizerFast",
+                out,
+            )
         for path in sorted(partial.iterdir()):
             _sync(path)
         _sync(partial)

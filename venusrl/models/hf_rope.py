@@ -97,7 +97,7 @@ def _yarn(inner: Fields, length: int, original: int) -> YarnRope:
 
 
 def rope_entries(config: ModelConfig) -> dict[str, Any]:
-    """The fields for config.json, as transformers 4 writes them: version 5, vLLM and SGLang read them too."""
+    """The fields for config.json, as transformers 4 writes them; version 5 reads them too."""
     s = config.rope_scaling
     scaling: dict[str, Any] | None = None
     if isinstance(s, LinearRope):

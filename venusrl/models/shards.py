@@ -174,6 +174,7 @@ def write(
     places = {}
     for file, part in zip(files, parts, strict=True):
         save_file({name: jnp.asarray(make(), dtype) for name, make in part}, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o644)  # the library leaves it to its owner alone
         places |= {name: file for name, _ in part}
     if len(files) > 1:
         total = sum(sizes[name] for name in places) * width

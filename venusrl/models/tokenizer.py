@@ -175,15 +175,16 @@ class Tokenizer:
         """Text of `ids`; invalid UTF-8 becomes replacement characters."""
         return self._backend.decode(list(ids), skip_special_tokens=not keep_control)
 
+    def with_control(self, control: Iterable[str]) -> "Tokenizer":
+        """This tokenizer with further control tokens; it takes the place of this one. See Tokenizer."""
+        return type(self)(self._backend, control)
+
     def save(self, path: str | os.PathLike) -> None:
         self._backend.save(str(path))
 
     @classmethod
-    def load(cls, path: str | os.PathLike, control: Iterable[str] = ()) -> "Tokenizer":
+    def load(cls, path: str | os.PathLike) -> "Tokenizer":
         """Reads a tokenizer.json; its normalizer (NFC in Qwen's) and pre-tokenizer are used as they are.
-
-        Args:
-          control: see Tokenizer.
 
         Raises:
           ConfigError: there is none at `path`, or it is not one.
@@ -202,7 +203,7 @@ class Tokenizer:
             backend = Backend.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
             raise ConfigError(f"{path} is not a tokenizer.json ({error}); copy or make it again") from error
-        return cls(backend, control)
+        return cls(backend)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":

@@ -115,7 +115,7 @@ def read_tokenizer(folder: Path, config: Mapping[str, Any], vocab_size: int) -> 
         ends.append(plain.token_id(named["eos"]))
     stop_tokens = tuple(dict.fromkeys(ends))
     control = [plain.token(id_) for id_ in stop_tokens] + [named[kind] for kind in ("bos", "eos", "pad") if named[kind]]
-    tokenizer = Tokenizer.load(folder / TOKENIZER, control)
+    tokenizer = plain.with_control(control)
     notes += _unused(settings, generation)
     prefix = tokenizer.prefix
     if settings.get("add_bos_token") is not None:
