@@ -1,12 +1,13 @@
 """Checks a configuration against configs/base.py and configs/limits.py, and writes it next to the run."""
 
+import contextlib
 import difflib
 import json
 import logging
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from absl import flags
@@ -23,9 +24,21 @@ _RL_OBJECTIVES = ("grpo",)
 def define_config(default: str, help_: str) -> flags.FlagHolder:
     """The flag --config; an override of no field, or a file that cannot be loaded, ends the program with one line."""
     try:
-        return config_flags.DEFINE_config_file("config", default, help_)
+        with silent():
+            return config_flags.DEFINE_config_file("config", default, help_)
     except Exception as error:  # noqa: BLE001 - the file is a program of the user's, and is run here: it may raise anything
         sys.exit(f"ConfigError: {not_parsed(error)}")
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Keeps the flags' libraries from logging: what they warn of is an error here, and said as one."""
+    logger = logging.getLogger("absl")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def not_parsed(error: Exception) -> str:
