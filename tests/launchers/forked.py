@@ -28,15 +28,18 @@ def run_all(cases: Iterable[tuple[str, list[str]]], processes: int = 2) -> list[
     """(exit code, output) of each (module, arguments), in order."""
     cases = list(cases)
     command = [sys.executable, "-m", "tests.launchers.forked"]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore"}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
     parts = [cases[i::processes] for i in range(processes)]
     with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))  # for what a program leaves where it runs
+        for name in ("configs", "envs"):
+            (folder / name).symlink_to(ROOT / name)
         servers = []
         for part in parts:
             given, answers = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
             given.write("".join(json.dumps(case) + "\n" for case in part))
             given.seek(0)
-            server = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=given, stdout=answers)
+            server = subprocess.Popen(command, cwd=folder, env=environment, stdin=given, stdout=answers)
             servers.append((server, answers))
         assert [server.wait() for server, _ in servers] == [0] * processes
         for _, answers in servers:

@@ -14,7 +14,7 @@ from venusrl.core.errors import ConfigError
 from . import forked
 
 TRAIN = "launchers.train"
-WITH_CONFIG = [TRAIN, "launchers.serve", "launchers.worker"]
+WITH_CONFIG = [TRAIN, "launchers.serve", "launchers.worker", "launchers.warmstart"]
 OTHERS = {
     "launchers.evaluate": ["tasks", "temperature", "baseline", "workdir"],
     "launchers.sandboxd": [
@@ -169,6 +169,7 @@ def no_constant(name: str):
 def check_meant(text: str) -> None:
     """An accepted configuration means something."""
     accepted = fields(json.loads(text, parse_constant=no_constant))
+    assert set(accepted) == set(FIELDS)
     defaults = fields(quickstart.get_config())
     for name, value in accepted.items():
         kind = type(defaults[name]) if name in defaults else type(value)
@@ -239,7 +240,7 @@ def folder(tmp_path_factory):
 
 def config_case(rng: random.Random, folder) -> tuple[str, list[str]]:
     """A program that takes --config, with a wrong or a right configuration."""
-    module = rng.choices(WITH_CONFIG, (8, 1, 1))[0]
+    module = rng.choices(WITH_CONFIG, (8, 1, 1, 1))[0]
     kind = rng.random()
     if kind < 0.45:  # overrides on the command line
         config = rng.choice(["configs/quickstart.py", "configs/quickstart.py:smoke", "configs/smollm2_bash.py"])
