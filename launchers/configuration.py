@@ -5,6 +5,7 @@ import difflib
 import json
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -47,13 +48,22 @@ def not_parsed(error: Exception) -> str:
         said = error
         while isinstance(said, Exception) and said.args:  # ml_collections wraps one error in the other
             said = said.args[0]
-        return f"an override names no field: {' '.join(str(said).split())}{releases.hint(str(said))}"
+        return f"{_overrides(said)} names no field: {' '.join(str(said).split())}{releases.hint(str(said))}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if isinstance(error, OSError):  # a file that cannot be loaded, and overrides of its fields
         return _not_loaded(error)
     if isinstance(error, flags.Error) or not _in_file(error):
         return f"{lines[-1] if 'Traceback' in str(error) else ' '.join(lines)}"
     return f"--config: {_in_file(error)}: {type(error).__name__}: {lines[-1]}"
+
+
+def _overrides(said: object) -> str:
+    """The overrides of the command line that an error can be about."""
+    given = [
+        re.sub(r"^-*(no)?", "--", word.partition("=")[0]) for word in sys.argv if re.match(r"-{1,2}(no)?config\.", word)
+    ]
+    about = [flag for flag in given if set(flag.split(".")[1:]) & set(re.findall(r"\w+", str(said)))]
+    return ", ".join(dict.fromkeys(about or given)) or "an override"
 
 
 def _in_file(error: Exception) -> str:

@@ -96,18 +96,28 @@ def ending() -> Iterator[None]:
     """Ends the program with one line for a failure that is not a bug."""
     try:
         yield
-        sys.stdout.flush()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except BrokenPipeError:  # whoever read the output has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:  # looked at, and raised again where it is a bug
         line = one_line(error)
         if line is None:
             raise
         sys.exit(line)
+    finally:
+        _flush()
+
+
+def _flush() -> None:
+    """Writes what is left of the output, or gives it up; the interpreter would try again, and print a traceback."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            print(f"the output is not complete: {error.strerror}", file=sys.stderr)
 
 
 def one_line(error: BaseException) -> str | None:
