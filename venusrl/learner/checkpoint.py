@@ -41,8 +41,8 @@ class Checkpointer:
             raise ConfigError(f"checkpoint.keep={keep} is negative; give how many of the newest stay, 0 for all")
         self._folder = Path(folder).resolve()
         self._folder.mkdir(parents=True, exist_ok=True)
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep or None, create=True, enable_async_checkpointing=True)
-        self._manager = ocp.CheckpointManager(self._folder, options=options)
+        self._keep = keep
+        self._manager = self._open()
         self.latest: int | None = None
         self.failures = 0
 
@@ -98,6 +98,8 @@ class Checkpointer:
             self._manager.close()
         except _FAILURES as error:  # it would wait for the same save
             failure = failure or self._failed(error)
+            with contextlib.suppress(*_FAILURES):
+                self._manager.close()
         if failure is not None:
             raise failure
 
@@ -144,6 +146,12 @@ class Checkpointer:
         if steps:
             self._manager.reload()
 
+    def _open(self) -> ocp.CheckpointManager:
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=self._keep or None, create=True, enable_async_checkpointing=True
+        )
+        return ocp.CheckpointManager(self._folder, options=options)
+
     def _check_room(self, state: TrainState) -> None:
         """Refuses to begin what the disk has no room for; what stands there already says how far it can be compressed.
 
@@ -164,8 +172,10 @@ class Checkpointer:
         self.failures += 1
         for part in self._folder.glob(f"*{_UNFINISHED}*"):  # it would keep the next one from having room
             shutil.rmtree(part, ignore_errors=True)
-        with contextlib.suppress(*_FAILURES):  # where the folder itself is gone
-            self._manager.reload()
+        with contextlib.suppress(*_FAILURES):  # a manager raises what failed again and again
+            self._manager.close()
+        with contextlib.suppress(*_FAILURES):  # the folder itself is gone: the next save tries again
+            self._manager = self._open()
         return CheckpointError(
             f"saving to {self._folder} failed ({_one_line(error)}); earlier checkpoints are kept: {self.steps}"
         )
