@@ -68,6 +68,7 @@ class Checkpointer:
             if not self._folder.is_dir():
                 self._folder.mkdir(parents=True)
                 self._manager.reload()
+            self._clean()
             self._check_room(state)
             self._set_aside([newer for newer in self.steps if newer >= step])
             if not self._manager.save(step, args=args):
@@ -100,6 +101,7 @@ class Checkpointer:
             failure = failure or self._failed(error)
             with contextlib.suppress(*_FAILURES):
                 self._manager.close()
+        self._clean()
         if failure is not None:
             raise failure
 
@@ -146,6 +148,12 @@ class Checkpointer:
         if steps:
             self._manager.reload()
 
+    def _clean(self) -> None:
+        """Removes what failed saves have left, or still leave: other threads of theirs end later."""
+        if self.failures:
+            for part in self._folder.glob(f"*{_UNFINISHED}*"):
+                shutil.rmtree(part, ignore_errors=True)
+
     def _open(self) -> ocp.CheckpointManager:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=self._keep or None, create=True, enable_async_checkpointing=True
@@ -170,8 +178,7 @@ class Checkpointer:
     def _failed(self, error: Exception) -> CheckpointError:
         self.latest = None
         self.failures += 1
-        for part in self._folder.glob(f"*{_UNFINISHED}*"):  # it would keep the next one from having room
-            shutil.rmtree(part, ignore_errors=True)
+        self._clean()
         with contextlib.suppress(*_FAILURES):  # a manager raises what failed again and again
             self._manager.close()
         with contextlib.suppress(*_FAILURES):  # the folder itself is gone: the next save tries again
