@@ -1,12 +1,14 @@
 """Checks a configuration against configs/base.py and configs/limits.py, and writes it next to the run."""
 
+import contextlib
 import difflib
 import json
 import logging
 import os
+import re
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from absl import flags
@@ -23,9 +25,21 @@ _RL_OBJECTIVES = ("grpo",)
 def define_config(default: str, help_: str) -> flags.FlagHolder:
     """The flag --config; an override of no field, or a file that cannot be loaded, ends the program with one line."""
     try:
-        return config_flags.DEFINE_config_file("config", default, help_)
+        with silent():
+            return config_flags.DEFINE_config_file("config", default, help_)
     except Exception as error:  # noqa: BLE001 - the file is a program of the user's, and is run here: it may raise anything
         sys.exit(f"ConfigError: {not_parsed(error)}")
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Keeps the flags' libraries from logging: what they warn of is an error here, and said as one."""
+    logger = logging.getLogger("absl")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def not_parsed(error: Exception) -> str:
@@ -34,13 +48,22 @@ def not_parsed(error: Exception) -> str:
         said = error
         while isinstance(said, Exception) and said.args:  # ml_collections wraps one error in the other
             said = said.args[0]
-        return f"an override names no field: {' '.join(str(said).split())}{releases.hint(str(said))}"
+        return f"{_overrides(said)} names no field: {' '.join(str(said).split())}{releases.hint(str(said))}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     if isinstance(error, OSError):  # a file that cannot be loaded, and overrides of its fields
         return _not_loaded(error)
     if isinstance(error, flags.Error) or not _in_file(error):
         return f"{lines[-1] if 'Traceback' in str(error) else ' '.join(lines)}"
     return f"--config: {_in_file(error)}: {type(error).__name__}: {lines[-1]}"
+
+
+def _overrides(said: object) -> str:
+    """The overrides of the command line that an error can be about."""
+    given = [
+        re.sub(r"^-*(no)?", "--", word.partition("=")[0]) for word in sys.argv if re.match(r"-{1,2}(no)?config\.", word)
+    ]
+    about = [flag for flag in given if set(flag.split(".")[1:]) & set(re.findall(r"\w+", str(said)))]
+    return ", ".join(dict.fromkeys(about or given)) or "an override"
 
 
 def _in_file(error: Exception) -> str:

@@ -172,10 +172,14 @@ def main(argv) -> None:
     unknown = [name for name in names if name not in _WANTED]
     missing = [name for name in ("apt-get", "dpkg-deb") if shutil.which(name) is None]
     if unknown:
-        logging.error("%s: unknown; give some of %s", ", ".join(unknown), ", ".join(_WANTED))
-    elif missing:
-        logging.error("%s: not found; install %s with this system's means", ", ".join(missing), ", ".join(names))
-    if unknown or missing or not all([install(name) for name in names]):
+        raise ConfigError(f"{', '.join(unknown)}: unknown; give some of {', '.join(_WANTED)}")
+    if missing:
+        raise SandboxUnsupported(
+            f"{', '.join(missing)}: not found; install {', '.join(names)} with this system's means"
+        )
+    if _MIRROR.value:
+        mirror()  # refused before anything is fetched
+    if not all([install(name) for name in names]):
         sys.exit(1)
 
 

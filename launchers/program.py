@@ -15,7 +15,7 @@ from types import TracebackType
 
 from absl import app, flags, logging
 
-from launchers.configuration import not_parsed
+from launchers.configuration import not_parsed, silent
 from venusrl.core.errors import VenusError
 
 INTERRUPTED = 130  # exit code, as shells have it for SIGINT
@@ -37,13 +37,16 @@ def run(main: Callable[[list[str]], None], arguments: bool = False, verbosity: i
 def parse_flags(argv: list[str], arguments: bool = False, verbosity: int = logging.WARNING) -> list[str]:
     """The flags_parser of app.run: one line for a flag that is wrong; quiet below `verbosity` where no flag says."""
     try:
-        rest = flags.FLAGS(argv)
+        with silent():
+            rest = flags.FLAGS(argv)
         if len(rest) > 1 and not arguments:
             raise flags.Error(f"unexpected arguments {rest[1:]}; did you forget a dash?")
     except flags.Error as error:
         sys.exit(f"FlagError: {not_parsed(error)}; --help shows the flags")
     except Exception as error:  # noqa: BLE001 - see configuration.define_config: the user's file is run here
         sys.exit(f"ConfigError: {not_parsed(error)}")
+    if "config" in flags.FLAGS and flags.FLAGS["config"].value is None:
+        sys.exit("ConfigError: --config: get_config() gave None; it must return a ConfigDict")
     for name in flags.FLAGS:
         value = flags.FLAGS[name].value
         if isinstance(value, float) and not math.isfinite(value):
@@ -93,18 +96,28 @@ def ending() -> Iterator[None]:
     """Ends the program with one line for a failure that is not a bug."""
     try:
         yield
-        sys.stdout.flush()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except BrokenPipeError:  # whoever read the output has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:  # looked at, and raised again where it is a bug
         line = one_line(error)
         if line is None:
             raise
         sys.exit(line)
+    finally:
+        _flush()
+
+
+def _flush() -> None:
+    """Writes what is left of the output, or gives it up; the interpreter would try again, and print a traceback."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            print(f"the output is not complete: {error.strerror}", file=sys.stderr)
 
 
 def one_line(error: BaseException) -> str | None:

@@ -89,11 +89,11 @@ class TrainingRun:
         if _has_checkpoints(self.workdir) and (self.workdir / "config.json").is_file():
             check_same_run(config, self.workdir)
         system.check(config)
+        self.workdir.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(self.workdir)
         self.model = system.load_model(config)
         self.learner = system.make_learner(config, self.model.config)
         self.coordinator = system.make_coordinator(config)
-        self.workdir.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(self.workdir)
         self.checkpoints = Checkpointer(self.workdir / "checkpoints", config.checkpoint.keep)
         self.clocks = Clocks()
         self.stopping = False

@@ -214,8 +214,15 @@ def mistakes(checkpoint, finished, tmp_path_factory):
     (damaged / "model.safetensors").write_bytes(b"\xff" * 4096)
     whole = (checkpoint / "model.safetensors").read_bytes()
     (cut / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    for name in ("other-seed", "other-tasks"):
+    for name in ("other-seed", "other-tasks", "cut-config", "other-state"):
         shutil.copytree(finished[0], folder / name)
+    text = (finished[0] / "config.json").read_bytes()
+    (folder / "cut-config" / "config.json").write_bytes(text[: len(text) // 2])
+    for extra in (folder / "other-state" / "checkpoints").glob("*/extra/*"):
+        state = json.loads(extra.read_text()) if extra.name == "metadata" else None
+        if state is not None:
+            del state["coordinator"]["cursor"]
+            extra.write_text(json.dumps(state))
     started = {
         "missing": programs.start(folder / "a", folder / "nowhere"),
         "damaged": programs.start(folder / "b", damaged),
@@ -227,6 +234,15 @@ def mistakes(checkpoint, finished, tmp_path_factory):
         "idle switch": programs.start(folder / "h", checkpoint, scheduler__name="slime", scheduler__residency=False),
         "unknown tasks": programs.start(folder / "e", checkpoint, env__name="chess"),
         "bad value": programs.start(folder / "f", checkpoint, rollout__temperature=-0.5),
+        "empty workdir": programs.start("", checkpoint),
+        "file as workdir": programs.start(damaged / "model.safetensors", checkpoint),
+        "below a file": programs.start(damaged / "model.safetensors" / "run", checkpoint),
+        "cut config": programs.start(folder / "cut-config", checkpoint),
+        "other state": programs.start(folder / "other-state", checkpoint),
+        "removed field": programs.start(folder / "i", checkpoint, rollout__keep_kv=True),
+        "supervised": programs.start(folder / "j", checkpoint, learner__objective="sft"),
+        "none of a thousand": programs.start(folder / "k", checkpoint, eval__tasks=1000),
+        "negative keep": programs.start(folder / "l", checkpoint, checkpoint__keep=-1),
     }
     return {name: (*p.communicate(timeout=120), p.returncode)[::2] for name, p in started.items()}
 
@@ -237,13 +253,22 @@ def mistakes(checkpoint, finished, tmp_path_factory):
         ("missing", ["nowhere"]),
         ("damaged", ["CheckpointError", "model.safetensors"]),
         ("cut", ["CheckpointError", "model.safetensors"]),
-        ("unknown field", ["learning_rat", 'Did you mean "learning_rate"']),
+        ("unknown field", ["--config.learner.learning_rat names no field", 'Did you mean "learning_rate"']),
         ("other seed", ["config.seed=5", "started with 0", "--workdir"]),
         ("other tasks", ["config.env.max_turns=3", "started with 2", "--workdir"]),
         ("no config", ["--config cannot be loaded", "configs/nope.py"]),
         ("idle switch", ["scheduler.residency=False", "scheduler.name='slime'", "leave it at True"]),
         ("unknown tasks", ["env.name='chess'", "repair, bash"]),
-        ("bad value", ["rollout.temperature=-0.5"]),
+        ("bad value", ["config.rollout.temperature=-0.5"]),
+        ("empty workdir", ["--workdir=''"]),
+        ("file as workdir", ["--workdir=", "model.safetensors is no folder"]),
+        ("below a file", ["--workdir=", "model.safetensors is no folder"]),
+        ("cut config", ["cut-config/config.json is cut short or no JSON", "--workdir"]),
+        ("other state", ["checkpoint 4 of", "KeyError: 'cursor'", "--workdir"]),
+        ("removed field", ["--config.rollout.keep_kv", "config.rollout.on_update replaced it"]),
+        ("supervised", ["config.learner.objective='sft'", "use 'grpo'"]),
+        ("none of a thousand", ["config.eval.tasks=1000", "config.env.heldout_tasks=512"]),
+        ("negative keep", ["config.checkpoint.keep=-1", "give 0 to"]),
     ],
 )
 def test_a_mistake_is_one_line(mistakes, mistake, words):

@@ -2,20 +2,20 @@
 
 import json
 import logging
-import os
 import shutil
-import subprocess
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils.epath import abstract_path
 
-from venusrl.core.errors import CheckpointError
+from venusrl.core.errors import CheckpointError, ConfigError
 from venusrl.learner.checkpoint import Checkpointer
 from venusrl.learner.state import TrainState, new_state
 
+from .. import disk
 from . import tiny
 
 # TensorStore's abandoned reads, after a restore that was refused.
@@ -188,15 +188,8 @@ def test_unfinished_save_is_no_checkpoint(two):
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 4 MB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    if os.geteuid() != 0:
-        pytest.skip("mounting a tmpfs needs root")
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)], capture_output=True)
-    if mount.returncode:
-        pytest.skip(f"cannot mount a tmpfs here: {mount.stderr.decode().strip()}")
-    yield path
-    subprocess.run(["umount", "-l", str(path)], check=True)
+    with disk.small_disk(tmp_path / "disk") as path:
+        yield path
 
 
 def test_a_full_disk_is_said_and_the_earlier_checkpoint_stays(small_disk):
@@ -214,3 +207,72 @@ def test_a_full_disk_is_said_and_the_earlier_checkpoint_stays(small_disk):
     checkpointer.wait()
     assert 3 in checkpointer.steps
     checkpointer.close()
+
+
+def test_what_the_disk_has_no_room_for_is_not_begun(small_disk):
+    checkpointer = Checkpointer(small_disk / "c")
+    checkpointer.save(1, state_of(1, width=5_000), EXTRA)
+    checkpointer.wait()
+    filler = disk.fill(small_disk)
+    for step in (2, 3):
+        with pytest.raises(
+            CheckpointError, match=r"no room: a checkpoint takes up to \d MB, and the disk has 0 MB left"
+        ):
+            checkpointer.save(step, state_of(step, width=5_000), EXTRA)
+        assert (checkpointer.failures, checkpointer.latest) == (step - 1, None)
+    assert [p.name for p in (small_disk / "c").iterdir()] == ["1"]  # nothing half done takes the room that is left
+    filler.unlink()
+    checkpointer.save(4, state_of(4, width=5_000), EXTRA)
+    checkpointer.close()
+    assert (checkpointer.steps, checkpointer.latest) == ([1, 4], 4)
+
+
+def test_a_save_that_failed_in_the_background_keeps_the_next_from_nothing(folder, monkeypatch, caplog):
+    checkpointer = Checkpointer(folder)
+    monkeypatch.setattr(checkpointer, "_check_room", lambda state: None)
+    write = abstract_path.Path.write_text
+
+    def full(self, *args, **kwargs):
+        if "/1.orbax" in str(self):
+            raise OSError(28, "No space left on device")
+        return write(self, *args, **kwargs)
+
+    monkeypatch.setattr(abstract_path.Path, "write_text", full)
+    checkpointer.save(1, state_of(1), EXTRA)
+    with caplog.at_level(logging.WARNING):
+        checkpointer.save(2, state_of(2), EXTRA)
+    checkpointer.close()
+    assert checkpointer.steps == [2] and checkpointer.latest == 2 and checkpointer.failures == 1
+    assert any("earlier checkpoints are kept: []" in r.getMessage() for r in caplog.records)
+    assert not list(folder.glob("*tmp*"))
+
+
+def test_a_folder_that_was_removed_is_made_again(folder):
+    checkpointer = Checkpointer(folder)
+    checkpointer.save(1, state_of(1), EXTRA)
+    checkpointer.wait()
+    shutil.rmtree(folder)
+    checkpointer.save(2, state_of(2), EXTRA)
+    checkpointer.close()
+    again = Checkpointer(folder)
+    assert again.restore(abstract(state_of(0)))[0] == 2
+    again.close()
+
+
+def test_keep_0_keeps_every_checkpoint(folder):
+    checkpointer = Checkpointer(folder, keep=0)
+    for step in (1, 2, 3, 4):
+        checkpointer.save(step, state_of(step), EXTRA | {"version": step})
+    checkpointer.close()
+    again = Checkpointer(folder, keep=0)
+    assert again.steps == [1, 2, 3, 4]
+    step, state, extra = again.restore(abstract(state_of(0)))
+    assert (step, extra["version"]) == (4, 4)
+    chex.assert_trees_all_equal(host(state), host(state_of(4)))
+    again.close()
+
+
+def test_a_negative_keep_is_refused(folder):
+    with pytest.raises(ConfigError, match=r"checkpoint\.keep=-1 is negative"):
+        Checkpointer(folder, keep=-1)
+    assert not folder.exists()

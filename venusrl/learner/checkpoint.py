@@ -41,8 +41,8 @@ class Checkpointer:
             raise ConfigError(f"checkpoint.keep={keep} is negative; give how many of the newest stay, 0 for all")
         self._folder = Path(folder).resolve()
         self._folder.mkdir(parents=True, exist_ok=True)
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep or None, create=True, enable_async_checkpointing=True)
-        self._manager = ocp.CheckpointManager(self._folder, options=options)
+        self._keep = keep
+        self._manager = self._open()
         self.latest: int | None = None
         self.failures = 0
 
@@ -68,6 +68,7 @@ class Checkpointer:
             if not self._folder.is_dir():
                 self._folder.mkdir(parents=True)
                 self._manager.reload()
+            self._clean()
             self._check_room(state)
             self._set_aside([newer for newer in self.steps if newer >= step])
             if not self._manager.save(step, args=args):
@@ -98,6 +99,9 @@ class Checkpointer:
             self._manager.close()
         except _FAILURES as error:  # it would wait for the same save
             failure = failure or self._failed(error)
+            with contextlib.suppress(*_FAILURES):
+                self._manager.close()
+        self._clean()
         if failure is not None:
             raise failure
 
@@ -144,6 +148,18 @@ class Checkpointer:
         if steps:
             self._manager.reload()
 
+    def _clean(self) -> None:
+        """Removes what failed saves have left, or still leave: other threads of theirs end later."""
+        if self.failures:
+            for part in self._folder.glob(f"*{_UNFINISHED}*"):
+                shutil.rmtree(part, ignore_errors=True)
+
+    def _open(self) -> ocp.CheckpointManager:
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=self._keep or None, create=True, enable_async_checkpointing=True
+        )
+        return ocp.CheckpointManager(self._folder, options=options)
+
     def _check_room(self, state: TrainState) -> None:
         """Refuses to begin what the disk has no room for; what stands there already says how far it can be compressed.
 
@@ -162,10 +178,11 @@ class Checkpointer:
     def _failed(self, error: Exception) -> CheckpointError:
         self.latest = None
         self.failures += 1
-        for part in self._folder.glob(f"*{_UNFINISHED}*"):  # it would keep the next one from having room
-            shutil.rmtree(part, ignore_errors=True)
-        with contextlib.suppress(*_FAILURES):  # where the folder itself is gone
-            self._manager.reload()
+        self._clean()
+        with contextlib.suppress(*_FAILURES):  # a manager raises what failed again and again
+            self._manager.close()
+        with contextlib.suppress(*_FAILURES):  # the folder itself is gone: the next save tries again
+            self._manager = self._open()
         return CheckpointError(
             f"saving to {self._folder} failed ({_one_line(error)}); earlier checkpoints are kept: {self.steps}"
         )

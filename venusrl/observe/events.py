@@ -66,7 +66,8 @@ class EventFile:
             for event in _keep(path, resume_step):
                 known[event.step].update(value.tag for value in event.summary.value)
         header = record(Event(wall_time=now, file_version="brain.Event:2"))
-        name = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}"
+        # TensorBoard reads files in the order of their names.
+        name = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{int(now % 1 * 1e9):09d}"
         self.file = AppendFile(folder / name, header)
         # A TensorBoard that shows the run forgets what it has seen beyond.
         restart = SessionLog(status=SessionLog.START)
