@@ -21,7 +21,7 @@ from venusrl.rollout.engine.engine import Engine
 from venusrl.rollout.engine.jax_worker import JaxWorker
 from venusrl.rollout.engine.transfer import from_bytes, to_bytes
 from venusrl.rollout.remote.client import RemoteWorker
-from venusrl.rollout.remote.server import worker_app
+from venusrl.rollout.remote.server import Codec, worker_app
 from venusrl.rollout.worker import Request
 
 STOP = (0, 21)
@@ -39,14 +39,17 @@ async def served(params, name="inner"):
     step = worker._engine.step
     worker._engine.step = lambda: (time.sleep(0.01), step())[1]  # a turn takes longer than a call
     await worker.start()
-    app = worker_app(worker, from_bytes, to_bytes, lambda data: hf.from_bytes(data, CONFIG))
+    kv = worker._engine.kv_shape
+    codec = Codec(lambda data: from_bytes(data, kv), to_bytes, lambda data: hf.from_bytes(data, CONFIG), kv.most_bytes)
+    app = worker_app(worker, codec)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     config = uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     server.install_signal_handlers = lambda: None
     task = asyncio.create_task(server._serve([listener]))
-    client = RemoteWorker(f"http://127.0.0.1:{listener.getsockname()[1]}", lambda params: hf.to_bytes(params, CONFIG))
+    address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    client = RemoteWorker(address, lambda params: hf.to_bytes(params, CONFIG), run="a run")
     await client.start()
     try:
         yield client, worker, server
@@ -98,27 +101,74 @@ async def test_kv_moves_between_two_servers(params):
         assert 'venusrl_worker_moved_tokens{worker="b"}' in text
 
 
-@pytest.mark.parametrize(
-    "body, says",
-    [
-        (b"{", "JSON"),
-        (b"[]", "object"),
-        (b'{"trajectory": "t", "tokens": [1], "max_tokens": "many"}', "max_tokens='many'"),
-        (b'{"trajectory": "t", "tokens": [1, -1], "max_tokens": 4}', "token ids"),
-        (b'{"trajectory": "t", "tokens": [], "max_tokens": 4}', "0 context tokens"),
-        (b'{"trajectory": "t", "tokens": [1], "max_tokens": true}', "max_tokens=True"),
-        (b'{"tokens": [1], "max_tokens": 4}', "trajectory=None"),
-    ],
-)
-async def test_bad_requests_are_answered_with_what_is_wrong(params, body, says):
+BAD_REQUESTS = [
+    (b"{", "JSON"),
+    (b"", "JSON"),
+    (b"[]", "object"),
+    (b"[" * 100_000, "recursion limit"),
+    (b"\xff\xfe\x00", "JSON"),
+    (b'{"tokens": [1], "max_tokens": 4}', "trajectory: field required"),
+    *(
+        (b'{"trajectory": "t", "tokens": [1], "max_tokens": 4, %b}' % field, says)
+        for field, says in [
+            (b'"max_tokens": "many"', "max_tokens='many'"),
+            (b'"max_tokens": true', "max_tokens=True"),
+            (b'"max_tokens": 0', "max_tokens"),
+            (b'"max_tokens": %d' % 2**70, "max_tokens"),
+            (b'"max_tokens": ' + b"9" * 5000, "JSON"),
+            (b'"tokens": [1, -1]', "tokens.1=-1"),
+            (b'"tokens": [1, 1.5]', "tokens.1=1.5"),
+            (b'"tokens": [1, %d]' % 2**63, "tokens.1"),
+            (b'"tokens": []', "0 context tokens"),
+            (b'"tokens": null', "tokens=None"),
+            (b'"tokens": {}', "tokens={}"),
+            (b'"temperature": NaN', "temperature=nan"),
+            (b'"temperature": 1e400', "temperature=inf"),
+            (b'"temperature": -1', "temperature=-1"),
+            (b'"trajectory": "\\ud83d"', "JSON"),
+            (b'"trajectory": {}', "trajectory={}"),
+            (b'"trajectory": "%b"' % (b"x" * 5000), "trajectory"),
+            (b'"namespace": null', "namespace=None"),
+            (b'"seed": -1', "seed"),
+            (b'"seed": %d' % 2**62, "seed"),
+            (b'"sed": 1', "sed=1"),
+        ]
+    ),
+]
+
+
+async def test_bad_requests_are_answered_with_what_is_wrong(params):
     async with served(params[0]) as (client, inner, _):
-        answer = await client._client.post("/generate", content=body)
-        assert answer.status_code == 400 and says in answer.json()["error"]
-        assert (await client._client.get("/generate")).status_code == 405
-        assert (await client._client.put("/kv", content=b"nothing")).status_code == 400
-        assert (await client._client.put("/weights/7", content=b"nothing")).status_code == 503
+        headers = {"venus-session": client._tenure.session}
+        async with httpx.AsyncClient(base_url=client.address, headers=headers) as http:
+            for body, says in BAD_REQUESTS:
+                answer = await http.post("/generate", content=body)
+                assert answer.status_code == 400 and says in answer.json()["error"], (body[:90], answer.text)
+            for path in ("/cancel", "/preempt", "/prioritise", "/release", "/lease"):
+                for body in (b"{", b"[]", b"{}", b'{"trajectory": 5, "priority": true, "run": []}', b"[" * 100_000):
+                    assert (await http.post(path, content=body)).status_code == 400, (path, body[:90])
+            large = b'{"trajectory": "t", "priority": %d, "resident": true}' % 2**70
+            assert (await http.post("/prioritise", content=large)).status_code == 400
+            assert (await http.get("/generate")).status_code == 405
+            assert (await http.put("/kv", content=b"nothing")).status_code == 400
+            assert (await http.put("/weights/7", content=b"nothing")).status_code == 400
+            assert (await http.put(f"/weights/{10**30}", content=b"")).status_code == 400
+            assert (await http.put("/weights/-1", content=b"")).status_code == 404
         assert inner.load().running == inner.load().waiting == 0
         await collect(client, Request("t/0", [1, 2, 3], 4))  # it lives
+
+
+async def test_a_token_outside_the_vocabulary_is_refused_and_the_worker_goes_on(params):
+    """2^63 - 1 ended the worker for every later caller."""
+    async with served(params[0]) as (client, inner, _):
+        for token in (CONFIG.vocab_size, 2**31 - 1, 2**63 - 1):
+            try:
+                chunks = await collect(client, Request("t/0", [1, token], 4))
+                assert token < 2**31 and chunks  # engines that do not look themselves
+            except ContractError:
+                pass
+            assert inner.failure is None
+            await collect(client, Request("t/1", [1, 2, 3], 4))
 
 
 async def test_a_client_that_hangs_up_frees_what_it_had(params):
@@ -128,7 +178,8 @@ async def test_a_client_that_hangs_up_frees_what_it_had(params):
         for late in (False, True):
             if late:  # it waits for its turn
                 inner._engine._begin = lambda: False
-            async with httpx.AsyncClient(base_url=client.address) as other:
+            headers = {"venus-session": client._tenure.session}
+            async with httpx.AsyncClient(base_url=client.address, headers=headers) as other:
                 task = asyncio.create_task(
                     other.post("/generate", content=json.dumps({**body, "trajectory": f"t/{late}"}))
                 )

@@ -25,9 +25,12 @@ from venusrl.rollout.engine.lanes import Lanes, fitting
 from venusrl.rollout.engine.options import EngineOptions, bucket
 from venusrl.rollout.engine.programs import Programs, RowState
 from venusrl.rollout.engine.sequence import Queue, Sequence
+from venusrl.rollout.engine.transfer import KvShape
 from venusrl.rollout.worker import Chunk, Load, Request
 
 Answer = tuple[Request, Chunk]
+
+BEFORE_ANY = -1  # the version of an engine whose weights nobody vouches for
 
 
 class Engine:
@@ -36,6 +39,7 @@ class Engine:
     Attributes:
       options: what it was told, with the number of lanes that fits.
       attention: name of the attention that it uses.
+      kv_shape: of the KV that it gives and takes.
     """
 
     def __init__(self, config: ModelConfig, params: Any, version: int, stop_tokens: tuple[int, ...], o: EngineOptions):
@@ -51,6 +55,7 @@ class Engine:
         if note:
             logging.warning("%s", note)
         self.attention = attention.name
+        self.kv_shape = KvShape.of(config, o)
         self._programs = Programs(config, stop_tokens, attention)
         self._stop = frozenset(stop_tokens)
         self._kv = KvStore(config, o, self._programs)
@@ -67,6 +72,11 @@ class Engine:
         self._orders = 0
         self._updated = 0  # the tree's clock at the last update
         self._counts: Counter[str] = Counter()  # tokens, trajectories and seconds; see `load`
+
+    @property
+    def params(self) -> Any:
+        """The weights in use."""
+        return self._params
 
     @property
     def busy(self) -> bool:
@@ -169,7 +179,12 @@ class Engine:
         return self._kv.export(trajectory, namespace, self.version)
 
     def bring(self, prefix: Prefix) -> int:
-        """Takes KV of another engine of the same model; the tokens that were not here. Of other weights: 0."""
+        """Takes KV of another engine of the same model; the tokens that were not here. Of other weights: 0.
+
+        Raises:
+          ContractError: it is of another model or other options.
+        """
+        self.kv_shape.check_prefix(prefix)
         if prefix.version != self.version:
             return 0
         came = self._kv.bring(prefix, self._namespace(prefix.namespace))
@@ -177,6 +192,23 @@ class Engine:
         return came
 
     # Weights
+
+    def reset(self) -> None:
+        """Ends every request, without a last chunk, and forgets KV, orders and the version: the next weights are of
+        another run, in which versions and trajectories mean something else."""
+        for s in list(self._running.values()):
+            self._kv.abandon(s)
+        trajectories = {*self._queue.priority, *self._resident, *self._kept, *self._running}
+        for s in [*self._queue.in_order(), *self._running.values()]:
+            self._queue.remove(s.trajectory)
+            trajectories.add(s.trajectory)
+        self._running.clear()
+        self._claims.clear()
+        self._awaited.clear()
+        for trajectory in trajectories:
+            self.release(trajectory)
+        self._kv.drop()
+        self._next, self.version = None, BEFORE_ANY
 
     def set_weights(self, params: Any, version: int) -> None:
         """Takes new weights, at once or (`on_update` "drain") when what runs has ended; see EngineOptions.on_update."""

@@ -37,8 +37,17 @@ class JaxWorker:
         self._closed = False
         self.failure: WorkerError | None = None
 
+    @property
+    def version(self) -> int:
+        """Of the weights that it generates with."""
+        return self._engine.version
+
     async def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"worker-{self.name}")
+
+    async def wait(self) -> None:
+        """Returns once it has failed or was closed."""
+        await asyncio.wait({self._task})
 
     async def close(self) -> None:
         self._closed = True
@@ -95,12 +104,23 @@ class JaxWorker:
     async def import_kv(self, prefix: Prefix | None) -> int:
         return await self._call(lambda: self._engine.bring(prefix)) if prefix is not None else 0
 
+    async def reset(self) -> None:
+        """Forgets requests, KV and version, before weights of another run."""
+        for request, stream in self._streams.values():
+            stream.put_nowait(WorkerError(f"request of {request.trajectory}: the worker went to another run"))
+        await self._call(self._engine.reset)
+
     async def _call(self, act: Callable[[], Any]) -> Any:
         """What `act` gives, between two steps."""
         done = asyncio.get_running_loop().create_future()
 
         def run():
-            result = act()
+            try:
+                result = act()
+            except ContractError as error:  # what came from outside cannot be used; nothing has changed
+                if not done.done():
+                    done.set_exception(error)
+                return
             if not done.done():
                 done.set_result(result)
 
