@@ -2,6 +2,7 @@
 
 import json
 
+from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -22,7 +23,7 @@ def status_of(error: VenusError) -> int:
 def error_of(status: int, text: str) -> VenusError:
     """What a client raises for an answer that is no success."""
     try:
-        text = json.loads(text)["error"]
+        text = str(from_json(text)["error"])
     except (ValueError, KeyError, TypeError):
         text = f"HTTP {status}: {text[:200]}"
     if status == HELD:

@@ -8,7 +8,6 @@ before it gets requests. See link.py for the states, lease.py for whose it is.
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
 import math
 import os
@@ -23,7 +22,7 @@ from venusrl.core.errors import ConfigError, ContractError, VenusError, WorkerEr
 from venusrl.rollout.remote.answers import error_of
 from venusrl.rollout.remote.lease import Held
 from venusrl.rollout.remote.link import Link, State
-from venusrl.rollout.remote.wire import BEAT_S, SESSION_HEADER
+from venusrl.rollout.remote.wire import BEAT_S, SESSION_HEADER, Applied, ChunkAnswer, Description, Taken, parse
 from venusrl.rollout.worker import Chunk, Load, Request
 
 PROBE_S = 3.0  # until an answer to "are you there" counts as none
@@ -212,8 +211,13 @@ class RemoteWorker:
             begun = False
             try:
                 while True:
-                    async with asyncio.timeout(SILENCE_S):
-                        item = await items.get()
+                    try:
+                        async with asyncio.timeout(SILENCE_S):
+                            item = await items.get()
+                    except TimeoutError:
+                        if tenure.told.is_set():
+                            raise
+                        item = None  # the worker does not answer anybody
                     if isinstance(item, Exception):
                         raise item
                     if item is None:
@@ -230,6 +234,7 @@ class RemoteWorker:
                 reader.cancel()
                 await asyncio.wait({reader})
             await self._broken(tenure, broken)
+            await self._unless_gone(tenure, tenure.told.wait())
             await self._cancel(tenure, request.trajectory)
             if begun:
                 yield Chunk([], [], version, "preempted")
@@ -246,15 +251,14 @@ class RemoteWorker:
                 if answer.status_code != 200:
                     raise self._refused(tenure, answer.status_code, (await answer.aread()).decode(errors="replace"))
                 async for line in answer.aiter_lines():
-                    fields = json.loads(line) if line else None
-                    if fields is not None and "error" in fields:
-                        raise self._refused(tenure, fields.get("status", 503), line)
-                    items.put_nowait(None if fields is None else Chunk(**fields))
+                    said = parse(ChunkAnswer, line) if line else None
+                    if said is not None and said.error is not None:
+                        raise self._refused(tenure, said.status, line)
+                    chunk = None if said is None else Chunk(said.tokens, said.logprobs, said.version, said.stop)
+                    items.put_nowait(chunk)
             raise httpx.RemoteProtocolError("its answer ended before its time")  # of no use after a last chunk
         except (httpx.HTTPError, VenusError) as error:
             items.put_nowait(error)
-        except (ValueError, TypeError) as error:
-            items.put_nowait(httpx.RemoteProtocolError(f"its answer is no chunk ({error})"))
 
     def _check_version(self, tenure: _Tenure, least: int, chunk: Chunk) -> None:
         """Raises WorkerLost where it has other weights than it was given: nothing it says can be used."""
@@ -295,7 +299,7 @@ class RemoteWorker:
     async def import_kv(self, prefix: bytes | None) -> int:
         if prefix is None:
             return 0
-        return (await self._call("PUT", "/kv", content=prefix)).json()["tokens"]
+        return parse(Taken, (await self._call("PUT", "/kv", content=prefix)).content).tokens
 
     async def update_weights(self, params: Any, version: int) -> None:
         """Raises WorkerLost where it does not answer: others do not wait for it, and it gets them when it is back."""
@@ -306,7 +310,8 @@ class RemoteWorker:
             self._give_up_on_updates(tenure)
             async with tenure.updating:
                 tenure.sent = version
-                has = (await self._call("PUT", f"/weights/{version}", tenure, content=data)).json()["version"]
+                answer = await self._call("PUT", f"/weights/{version}", tenure, content=data)
+                has = parse(Applied, answer.content).version
                 if has != version:
                     self._lose(tenure, f"it was given weights of version {version} and has {has}")
                     raise self._gone()
@@ -320,7 +325,8 @@ class RemoteWorker:
 
     async def refresh(self) -> Load:
         """As of now."""
-        self._load = Load(**(await self._call("GET", "/load")).json())
+        info = parse(Description, (await self._call("GET", "/info")).content)
+        self._load = Load(**info.load)
         return self._load
 
     # Calls
@@ -496,23 +502,21 @@ class RemoteWorker:
         settled: it had weights of this run then.
         """
         try:
-            info = answer.json()
-            failure, instance, version = info["failure"], info["instance"], info["version"]
-            load, shape = Load(**info["load"]), (info["slots"], info["max_length"], info["kv_tokens"])
-            weights_of = info["weights_of"] if self._run else ""
-        except (ValueError, KeyError, TypeError) as error:
-            return self._link.lost(f"what answers there is no worker of this release ({error!r})")
-        if failure is not None:
-            return self._link.lost(failure)
+            info = parse(Description, answer.content)
+            load = Load(**info.load)
+        except (ContractError, TypeError) as error:
+            return self._link.lost(f"what answers there is no worker of this release ({error})")
+        if info.failure is not None:
+            return self._link.lost(info.failure)
         self._load = load
         if away:
             self._tenure = _Tenure(session if self._run else "", asyncio.get_running_loop().create_future())
-            self._tenure.version = version
-            self.slots, self.max_length, self.kv_tokens = shape
+            self._tenure.version = info.version
+            self.slots, self.max_length, self.kv_tokens = info.slots, info.max_length, info.kv_tokens
             self._met.set()
-        elif settled and self._tenure.settled and self._run and weights_of != session:
+        elif settled and self._tenure.settled and self._run and info.weights_of != session:
             return self._link.lost("it has weights that this run did not give it")
-        self._link.answered(instance)
+        self._link.answered(info.instance)
 
     async def _try_to_join(self, tenure: _Tenure) -> None:
         try:
@@ -567,6 +571,7 @@ def check_addresses(addresses: tuple[str, ...], reconnect_s: float) -> None:
         try:
             url = httpx.URL(address)
             right = url.scheme in ("http", "https") and bool(url.host) and url.path in ("", "/") and not url.query
+            right = right and 0 < (url.port or 80) < 2**16
         except (httpx.InvalidURL, TypeError):
             right = False
         if not right:

@@ -52,7 +52,48 @@ class ClaimBody(Body):
     start: bool = False
 
 
-def parse(kind: type[Body], data: bytes) -> Any:
+class Answer(BaseModel):
+    """What a client reads; it takes what it does not know."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class ChunkAnswer(Answer):
+    """A venusrl.rollout.worker.Chunk; or, with `error`, what ended the turn and the status it would have had."""
+
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    version: int = 0
+    stop: str | None = None
+    error: str | None = None
+    status: int = 503
+
+
+class Description(Answer):
+    """Attributes:
+    instance: a word drawn by the process at its start.
+    weights_of: the session that gave it its weights.
+    """
+
+    slots: int
+    max_length: int
+    kv_tokens: int
+    version: int
+    failure: str | None
+    instance: str
+    weights_of: str | None = None
+    load: dict[str, float]
+
+
+class Applied(Answer):
+    version: int
+
+
+class Taken(Answer):
+    tokens: int
+
+
+def parse(kind: type[Body] | type[Answer], data: bytes | str) -> Any:
     """A body of `kind`.
 
     Raises:
