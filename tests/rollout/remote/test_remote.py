@@ -2,19 +2,24 @@
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import socket
+import struct
 import time
 
 import flax.linen as nn
 import httpx
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import uvicorn
+from safetensors.numpy import save
 
 from tests.rollout.test_workers import CONFIG, OPTIONS
 from tests.rollout.worker_suite import WorkerSuite, collect, tokens
-from venusrl.core.errors import ContractError, WorkerError
+from venusrl.core.errors import CheckpointError, ContractError, WorkerError
 from venusrl.models import hf
 from venusrl.models.decoder import init_params
 from venusrl.rollout.engine.engine import Engine
@@ -209,3 +214,62 @@ async def test_nobody_at_an_address():
     with pytest.raises(WorkerError, match=r"127\.0\.0\.1:9"):
         await client.start()
     await client.close()
+
+
+async def test_kv_with_wrong_contents_is_refused_over_http_and_the_worker_goes_on(params):
+    context = list(range(1, 19))
+    async with served(params[0]) as (client, inner, _):
+        await collect(client, Request("t/0", context, 6, 1.0, 5))
+        data = await client.export_kv("t/0")
+        assert await client.import_kv(data) <= inner._engine.options.page  # what it has already
+        body = data[25:]
+        (length,) = struct.unpack_from("<I", body)
+        header = json.loads(body[4 : 4 + length])
+        for change in ({"tokens": [99] * 18}, {"arrays": header["arrays"][:-2]}, {"namespace": None}, {"version": "4"}):
+            text = json.dumps({**header, **change}).encode()
+            wrong = struct.pack("<I", len(text)) + text + body[4 + length :]
+            with pytest.raises(ContractError, match="KV"):
+                await client.import_kv(data[:9] + hashlib.blake2b(wrong, digest_size=16).digest() + wrong)
+        with pytest.raises(ContractError, match="bytes; send less"):
+            await client.import_kv(bytes(inner._engine.kv_shape.most_bytes + 1))
+        async with httpx.AsyncClient(base_url=client.address) as short:  # a body that ends before its time
+            _reader, writer = await asyncio.open_connection(short.base_url.host, short.base_url.port)
+            session = client._tenure.session.encode()
+            writer.write(
+                b"PUT /kv HTTP/1.1\r\nhost: x\r\nvenus-session: %b\r\ncontent-length: 1000\r\n\r\nabc" % session
+            )
+            await writer.drain()
+            writer.close()
+        assert inner.failure is None and len(await collect(client, Request("t/1", context, 4))) >= 1
+
+
+async def test_weights_in_bfloat16_go_over_the_wire(params):
+    """What accelerators use; it was KeyError: 'BF16'."""
+    halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params[0])
+    back = hf.from_bytes(hf.to_bytes(halves, CONFIG, "bfloat16"), CONFIG)
+    for mine, theirs in zip(jax.tree.leaves(halves), jax.tree.leaves(back), strict=True):
+        assert theirs.dtype == np.float32 and np.array_equal(np.asarray(mine, np.float32), theirs)
+    with pytest.raises(CheckpointError, match="F64"):
+        hf.from_bytes(save({"model.norm.weight": np.zeros(16)}), CONFIG)
+
+
+async def test_weights_of_another_run_replace_everything(params):
+    """An older version than the one before, and no KV of the other's weights."""
+    context = list(range(1, 19))
+    async with served(params[0]) as (client, inner, _):
+        await client.update_weights(params[0], 9)
+        first = tokens(await collect(client, Request("t/0", context, 6, 0.0)))
+        await client.close()
+        other = RemoteWorker(client.address, lambda params: hf.to_bytes(params, CONFIG), run="another run")
+        await other.start()
+        with pytest.raises(WorkerError, match="weights of another caller"):
+            await collect(other, Request("t/0", context, 6, 0.0))
+        await other.close()
+        other = RemoteWorker(client.address, lambda params: hf.to_bytes(params, CONFIG), run="another run")
+        await other.start()
+        await other.update_weights(params[1], 2)
+        chunks = await collect(other, Request("t/0", context, 6, 0.0))
+        assert {chunk.version for chunk in chunks} == {2} and tokens(chunks) != first
+        assert inner.load().running == inner.load().waiting == 0 and other.version == 2
+        await other.update_weights(params[1], 3)
+        await other.close()
