@@ -8,6 +8,7 @@ The last line is one JSON object.
 
 import asyncio
 import json
+import os
 from collections import defaultdict
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from envs.repair.baselines import BASELINES
 from envs.repair.env import RepairTasks
 from launchers import program, system
 from launchers.configuration import load_config
+from launchers.run_id import named
 from venusrl.core.errors import CheckpointError, ConfigError, TaskError
 from venusrl.learner.checkpoint import Checkpointer
 from venusrl.observe.intervals import wilson
@@ -31,6 +33,9 @@ _TASKS = flags.DEFINE_integer(
 _TEMPERATURE = flags.DEFINE_float("temperature", None, "Of sampling; 0 is greedy. Default: the run's eval.temperature.")
 _BASELINE = flags.DEFINE_enum(
     "baseline", None, list(BASELINES), "A scripted policy instead of the run's (repair only)."
+)
+_ADDRESSES = flags.DEFINE_list(
+    "addresses", [], "Workers in other processes that are to generate, in place of an engine in this one."
 )
 
 _DEFAULT_TASKS = 200
@@ -52,7 +57,8 @@ async def _policy(config, count: int) -> tuple[Graded, int]:
         raise CheckpointError(f"no checkpoint in {folder}; train first, or fix --workdir")
     step, state, _ = restored
     print(f"step {step} of {_WORKDIR.value}, temperature {config.eval.temperature}")
-    async with system.open_rollout(config, model, state.params, step) as rollout:
+    name = named(os.urandom(8).hex(), f"evaluation of {_WORKDIR.value}")
+    async with system.open_rollout(config, model, state.params, step, run=name, patient=False) as rollout:
         tasks = rollout.heldout_tasks
         result = await evaluate(
             rollout.service, tasks, count, config.rollout.slots, config.eval.temperature, config.seed
@@ -97,6 +103,7 @@ def _count(config) -> int:
 def main(argv) -> None:
     del argv
     config = load_config(_WORKDIR.value)
+    config.rollout.addresses = tuple(_ADDRESSES.value)  # those of the run may be at work for it
     system.check(config)
     if _TEMPERATURE.value is not None:
         if wrong := limits.RUN["eval.temperature"].wrong(_TEMPERATURE.value):

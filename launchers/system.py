@@ -3,10 +3,12 @@
 The one place that knows them all. Nothing here decides anything.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import logging
 import os
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from venusrl.coordinator.coordinator import Coordinator, CoordinatorOptions
 from venusrl.coordinator.prompts import PromptStream
 from venusrl.coordinator.rules import check_dataset, make_rule
 from venusrl.core.clock import WallClock
+from venusrl.core.door import read_key
 from venusrl.core.env import TaskSet
 from venusrl.core.errors import ConfigError, WorkerError
 from venusrl.learner.learner import Learner, LearnerOptions
@@ -39,7 +42,7 @@ from venusrl.observe.trace import Trace
 from venusrl.rollout.engine.engine import Engine
 from venusrl.rollout.engine.jax_worker import JaxWorker
 from venusrl.rollout.engine.options import EngineOptions
-from venusrl.rollout.remote.client import RemoteWorker
+from venusrl.rollout.remote.client import RemoteWorker, check_addresses
 from venusrl.rollout.service import RolloutOptions, RolloutService
 from venusrl.rollout.worker import Worker
 from venusrl.sandbox import SandboxPool
@@ -195,6 +198,7 @@ def check(config: config_dict.ConfigDict) -> None:
         raise ConfigError(
             f"learner.rows_per_part={config.learner.rows_per_part} is not a multiple of data x fsdp={split}"
         )
+    check_addresses(tuple(config.rollout.addresses), config.rollout.reconnect_s)
 
 
 def make_learner(config: config_dict.ConfigDict, shape: ModelConfig) -> Learner:
@@ -288,22 +292,43 @@ class Rollout:
 
     @property
     def failure(self) -> WorkerError | None:
-        """What ended the last worker; None while one works."""
-        failures = [worker.failure for worker in self.workers]
+        """What ended the last worker; None while one works, or may come back."""
+        failures = [None if isinstance(worker, RemoteWorker) else worker.failure for worker in self.workers]
         return None if None in failures else failures[-1]
 
 
-def make_workers(config: config_dict.ConfigDict, model: Model, params, version: int) -> tuple[Worker, ...]:
-    """Engines in this process, or clients of those at `config.rollout.addresses`."""
+def make_workers(
+    config: config_dict.ConfigDict, model: Model, params, version: int, run: str = ""
+) -> tuple[Worker, ...]:
+    """Engines in this process, or clients of those at `config.rollout.addresses`, which `run` claims.
+
+    Raises:
+      ConfigError: the key cannot be read.
+    """
     shape, stop, options = model.config, model.chat.stop_tokens, engine_options(config)
     if config.rollout.addresses:
 
         def write(params) -> bytes:
             return hf.to_bytes(params, shape, shape.dtype)
 
-        return tuple(RemoteWorker(address, write) for address in config.rollout.addresses)
+        r, write = config.rollout, _once(write)
+        key = read_key(r.key_file, "rollout.key_file") if r.key_file else ""
+        return tuple(RemoteWorker(a, write, run, key, r.reconnect_s, r.max_length) for a in r.addresses)
     engines = (Engine(shape, params, version, stop, options) for _ in range(config.rollout.workers))
     return tuple(JaxWorker(f"jax-{i}", engine) for i, engine in enumerate(engines))
+
+
+def _once(write: Callable[[dict], bytes]) -> Callable[[dict], bytes]:
+    """`write`, once for all workers: the last bytes are kept."""
+    lock, last = threading.Lock(), [None, b""]
+
+    def written(params: dict) -> bytes:
+        with lock:
+            if last[0] is not params:
+                last[:] = [params, write(params)]
+            return last[1]
+
+    return written
 
 
 async def _close(worker: Worker, others: bool) -> None:
@@ -317,22 +342,39 @@ async def _close(worker: Worker, others: bool) -> None:
 
 @contextlib.asynccontextmanager
 async def open_rollout(
-    config: config_dict.ConfigDict, model: Model, params, version: int, trace: Trace | None = None
+    config: config_dict.ConfigDict,
+    model: Model,
+    params,
+    version: int,
+    trace: Trace | None = None,
+    run: str = "",
+    patient: bool = True,
 ) -> AsyncIterator[Rollout]:
-    """Starts sandboxes and workers with `params` (the learner's; a copy is made); stops them on the way out."""
+    """Starts sandboxes and workers with `params` (the learner's; a copy is made); stops them on the way out.
+
+    Args:
+      run: in whose name workers in other processes are claimed.
+      patient: such a worker may be away, or somebody else's, and joins when it can; else that is an error.
+    """
     if config.rollout.workers < 1:
         raise ConfigError(f"rollout.workers={config.rollout.workers}; give at least 1")
     published, policy = publish(params, model.config.dtype), scheduler(config)
-    workers = make_workers(config, model, published, version)
+    workers = make_workers(config, model, published, version, run)
+    elsewhere = [worker for worker in workers if isinstance(worker, RemoteWorker)]
+    here = [worker for worker in workers if worker not in elsewhere]
     async with contextlib.AsyncExitStack() as stack:
         pool = await stack.enter_async_context(SandboxPool(max_sandboxes=config.sandbox.max_sandboxes))
-        for worker in workers:
+        for worker in here:
             await worker.start()
             stack.push_async_callback(_close, worker, others=len(workers) > 1)
-            if isinstance(worker, RemoteWorker):  # whatever it has
-                await worker.update_weights(published, version, restart=True)
-        by_name = {worker.name: worker for worker in workers}
-        service = RolloutService(by_name, policy, model.chat, WallClock(), rollout_options(config), trace)
+        for worker in elsewhere:
+            stack.push_async_callback(worker.close)
+        by_name, length = {worker.name: worker for worker in here}, config.rollout.max_length
+        service = RolloutService(by_name, policy, model.chat, WallClock(), rollout_options(config), trace, length)
+        service.set_weights(published, version)
         stack.push_async_callback(service.close)
+        for worker in elsewhere:
+            worker.welcome, worker.farewell = service.join, service.worker_away
+        await asyncio.gather(*(worker.start(patient) for worker in elsewhere))
         train, heldout = (make_tasks(config, pool, split) for split in ("train", "heldout"))
         yield Rollout(pool, train, heldout, workers, service)

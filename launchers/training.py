@@ -17,6 +17,7 @@ from ml_collections import config_dict
 
 from launchers import system
 from launchers.configuration import check_same_run, check_workdir, save_config
+from launchers.run_id import run_id
 from venusrl.core.errors import CheckpointError, ConfigError, ContractError, VenusError
 from venusrl.core.group import Batch, Group
 from venusrl.core.trajectory import Status, Trajectory
@@ -28,6 +29,8 @@ from venusrl.observe.run_log import RunLog, read_jsonl
 from venusrl.observe.trace import Trace
 from venusrl.rollout.evaluation import evaluate
 from venusrl.rollout.worker import total
+
+JOIN_S = 5.0  # in which workers in other processes join at the start; then the run says that it waits for them
 
 
 @dataclasses.dataclass
@@ -108,6 +111,7 @@ class TrainingRun:
             self.progress.line(f"going on from update {resumed}")
         self._rollout: system.Rollout | None = None
         self._stop_event: asyncio.Event | None = None
+        self._updating = asyncio.Lock()  # while the learner is ahead of the coordinator: nothing can be saved
 
     @property
     def step(self) -> int:
@@ -125,8 +129,10 @@ class TrainingRun:
             params, trace = self.learner.state.params, None
             if self._tracing:
                 trace = stack.enter_context(Trace(self.workdir / f"trace-{self.step}.json"))
-            async with system.open_rollout(self.config, self.model, params, self.step, trace) as rollout:
+            name = run_id(self.workdir)
+            async with system.open_rollout(self.config, self.model, params, self.step, trace, name) as rollout:
                 self._rollout = rollout
+                watch = asyncio.create_task(self._watch_workers())
                 try:
                     if not self.heldout:
                         await self._evaluate()
@@ -135,6 +141,7 @@ class TrainingRun:
                         await self._evaluate()
                     self._save(final=True)
                 finally:
+                    watch.cancel()
                     self._close()
         self.progress.show(summary_table(f"VenusRL on {jax.devices()[0].platform}", self.summary()))
 
@@ -160,10 +167,28 @@ class TrainingRun:
             batch = self.coordinator.take_batch()
             if batch is None:
                 await self._next_outcome()
-            elif await self._update(batch, mark):
-                await self._after_update()
-                mark = time.monotonic()
+            else:
+                async with self._updating:
+                    updated = await self._update(batch, mark)
+                if updated:
+                    await self._after_update()
+                    mark = time.monotonic()
         self.clocks.off()
+
+    async def _watch_workers(self) -> None:
+        """Where the last worker is gone: says so, and saves what there is. Requests wait in the service."""
+        service = self._rollout.service
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(JOIN_S):
+                await service.wait_for_workers(some=True)
+        while True:
+            await service.wait_for_workers(some=False)
+            where = ", ".join(worker.name for worker in self._rollout.workers)
+            self.progress.line(f"no worker answers ({where}): the run waits, and goes on when one is back")
+            async with self._updating:
+                self._save()
+            await service.wait_for_workers(some=True)
+            self.progress.line("a worker is there: the run goes on")
 
     def _open_groups(self) -> None:
         for group in self.coordinator.admit():
@@ -229,7 +254,9 @@ class TrainingRun:
         while not self.coordinator.may_publish and not self.stopping:
             await self._next_outcome()
         version = batch.version + 1
-        await self._rollout.service.update_weights(publish(self.learner.state.params, self.model.config.dtype), version)
+        published = publish(self.learner.state.params, self.model.config.dtype)
+        # Where somebody asks to stop meanwhile, it does not matter any more which weights workers have.
+        await self._unless_stopped(self._rollout.service.update_weights(published, version))
         for group in self.coordinator.published(version):
             self._stop_group(group)
         self._record(batch, metrics, waited, time.monotonic() - mark)

@@ -9,39 +9,52 @@ port is printed when it answers. It ends at SIGTERM or SIGINT.
 
 import asyncio
 
-from absl import flags
+import jax
 
 from launchers import program, system
+from launchers.address import define_address
 from launchers.configuration import check_config, define_config
-from venusrl.core.listening import answer, listen
+from venusrl.core.listening import answer
 from venusrl.learner.publish import publish
 from venusrl.models import hf
+from venusrl.models.config import ModelConfig
 from venusrl.rollout.engine.engine import Engine
 from venusrl.rollout.engine.jax_worker import JaxWorker
 from venusrl.rollout.engine.transfer import from_bytes, to_bytes
-from venusrl.rollout.remote.server import worker_app
+from venusrl.rollout.remote.server import Codec, worker_app
 
 _CONFIG = define_config("configs/quickstart.py", "The model, and the engine's options.")
-_HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on. There is no authentication: keep it private.")
-_PORT = flags.DEFINE_integer("port", 0, "Port to listen on; 0 takes a free one.", 0, 65535)
+_ADDRESS = define_address(0)
 
 
-async def serve(config, host: str, port: int) -> None:
-    """Until it is told to stop."""
-    model = system.load_model(config)
-    shape = model.config
-    engine = Engine(shape, publish(model.params, shape.dtype), 0, model.chat.stop_tokens, system.engine_options(config))
-    listener, address = listen(host, port)
-    worker = JaxWorker(address, engine)
-    await worker.start()
+def codec(engine: Engine, shape: ModelConfig) -> Codec:
+    """KV and weights of `engine` as bytes. Bodies that hold more than they can are not read to their end."""
+    most = 4 * sum(x.size for x in jax.tree.leaves(engine.params)) + (64 << 20)  # float32, and room for names
 
     def weights(data: bytes) -> dict:
         return publish(hf.from_bytes(data, shape), shape.dtype)
 
+    kv = engine.kv_shape
+    return Codec(lambda data: from_bytes(data, kv), to_bytes, weights, kv.most_bytes, most)
+
+
+async def serve(config) -> None:
+    """Until it is told to stop."""
+    door = _ADDRESS.door()
+    model = system.load_model(config)
+    shape = model.config
+    engine = Engine(shape, publish(model.params, shape.dtype), 0, model.chat.stop_tokens, system.engine_options(config))
+    listener, address = _ADDRESS.listen()
+    worker = JaxWorker(address, engine)
+    await worker.start()
+
     print(f"worker at {address}", flush=True)
-    try:
-        await answer(worker_app(worker, from_bytes, to_bytes, weights), listener)
+    serving = asyncio.create_task(answer(door(worker_app(worker, codec(engine, shape))), listener))
+    try:  # where the engine fails, the process ends, and whoever watches over it can start another
+        await asyncio.wait({serving, asyncio.create_task(worker.wait())}, return_when=asyncio.FIRST_COMPLETED)
     finally:
+        serving.cancel()
+        await asyncio.wait({serving})
         await worker.close()
 
 
@@ -50,7 +63,7 @@ def main(argv) -> None:
     check_config(_CONFIG.value)
     system.check(_CONFIG.value)
     system.use_compile_cache()
-    asyncio.run(serve(_CONFIG.value, _HOST.value, _PORT.value))
+    asyncio.run(serve(_CONFIG.value))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,17 @@
-"""Training over workers in other processes, one of which is killed."""
+"""Training over workers in other processes that come late, are killed, frozen and shared."""
 
+import contextlib
+import os
 import signal
+import socket
 import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
+from launchers.run_id import run_id
 from venusrl.observe.run_log import read_jsonl
 
 from . import programs
@@ -12,47 +19,230 @@ from . import programs
 pytestmark = pytest.mark.timeout(300)
 
 
-def start_worker(checkpoint, **overrides) -> tuple[subprocess.Popen, str]:
-    """A process and its address, once it answers."""
-    command = [c for c in programs.command("unused", checkpoint, **overrides) if not c.startswith("--workdir")]
-    command[command.index("launchers.train")] = "launchers.worker"
-    process = subprocess.Popen(command, cwd=programs.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if line.startswith("worker at "):
-            return process, line.split()[-1]
-    raise AssertionError("".join(lines))
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
-def test_a_worker_that_is_killed_costs_nothing_but_time(checkpoint, tmp_path):
-    workers = [start_worker(checkpoint) for _ in range(2)]
-    addresses = tuple(address for _, address in workers)
-    training = programs.start(tmp_path, checkpoint, rollout__addresses=addresses)
-    try:
-        programs.wait_for(training, lambda: len(programs.steps(tmp_path)) >= 1)
-        workers[0][0].send_signal(signal.SIGKILL)
-        output, _ = training.communicate(timeout=200)
-        assert training.returncode == 0, output[-3000:]
-        assert programs.steps(tmp_path) == list(range(1, programs.STEPS + 1))
-        rows = [row for row in read_jsonl(tmp_path / "metrics.jsonl") if "reward" in row]
+def address(port: int) -> str:
+    return f"http://127.0.0.1:{port}"
+
+
+class Processes:
+    """Programs with their output in files; all are killed at the end."""
+
+    def __init__(self, folder: Path, checkpoint):
+        self.folder, self.checkpoint = folder, checkpoint
+        self.all: list[subprocess.Popen] = []
+
+    def _start(self, command: list[str], log: Path) -> subprocess.Popen:
+        with open(log, "a") as out:
+            process = subprocess.Popen(command, cwd=programs.ROOT, stdout=out, stderr=subprocess.STDOUT)
+        self.all.append(process)
+        return process
+
+    def worker(self, port: int, wait: bool = True, **overrides) -> subprocess.Popen:
+        command = [c for c in programs.command("none", self.checkpoint, **overrides) if not c.startswith("--workdir")]
+        command[command.index("launchers.train")] = "launchers.worker"
+        log = self.folder / f"worker-{port}-{len(self.all)}.log"
+        process = self._start([*command, f"--port={port}"], log)
+        if wait:
+            self.until(process, lambda: "worker at " in log.read_text(), log)
+        return process
+
+    def train(self, name: str, *ports: int, **overrides) -> subprocess.Popen:
+        where = tuple(address(port) for port in ports)
+        command = programs.command(self.folder / name, self.checkpoint, rollout__addresses=where, **overrides)
+        return self._start(command, self.folder / f"{name}.log")
+
+    def evaluate(self, name: str, *options: str) -> tuple[int, str]:
+        command = [sys.executable, "-m", "launchers.evaluate", f"--workdir={self.folder / name}", "--tasks=2", *options]
+        done = subprocess.run(command, cwd=programs.ROOT, capture_output=True, text=True, timeout=120)
+        return done.returncode, done.stdout + done.stderr
+
+    def said(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+    def steps(self, name: str) -> list[int]:
+        return programs.steps(self.folder / name) if (self.folder / name / "metrics.jsonl").exists() else []
+
+    def until(self, process: subprocess.Popen, condition, log: Path, seconds: float = 120.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < deadline, f"it took too long: {log.read_text()[-3000:]}"
+            time.sleep(0.02)
+
+    def until_steps(self, process: subprocess.Popen, name: str, count: int) -> None:
+        self.until(process, lambda: len(self.steps(name)) >= count, self.folder / f"{name}.log")
+
+    def finished(self, process: subprocess.Popen, name: str) -> dict:
+        """The last row of a run that trained every step, refilled nothing, and had the weights that it thought."""
+        assert process.wait(200) == 0, self.said(name)[-3000:]
+        assert "Traceback" not in self.said(name)
+        rows = [row for row in read_jsonl(self.folder / name / "metrics.jsonl") if "reward" in row]
+        assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
         assert rows[-1]["refilled_trajectories"] == 0 and rows[-1]["failed_groups"] == 0
-        workers[1][0].send_signal(signal.SIGTERM)
-        assert workers[1][0].wait(20) == 0
-    finally:
-        for process in (training, *(process for process, _ in workers)):
+        assert max(row["mismatch_kl"] for row in rows) < 1e-5, "trained on tokens of other weights"
+        return rows[-1]
+
+
+@pytest.fixture
+def processes(tmp_path, checkpoint):
+    made = Processes(tmp_path, checkpoint)
+    yield made
+    for process in made.all:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGCONT)
             process.kill()
+        process.wait()
+
+
+def test_a_run_waits_for_a_worker_that_comes_late_and_for_the_last_one_to_come_back(processes):
+    """Killed, the last worker ended the run. Then the run's folder is evaluated without its workers."""
+    port = free_port()
+    training = processes.train("run", port)
+    log = processes.folder / "run.log"
+    processes.until(training, lambda: "no worker answers" in processes.said("run"), log)
+    worker = processes.worker(port, wait=False)
+    processes.until_steps(training, "run", 1)
+    worker.kill()
+    worker.wait()
+    processes.until(training, lambda: processes.said("run").count("no worker answers") == 2, log)
+    steps = len(processes.steps("run"))
+    saved = processes.folder / "run" / "checkpoints" / str(steps)
+    processes.until(training, saved.is_dir, log, seconds=20)
+    worker = processes.worker(port)
+    assert processes.finished(training, "run")["step"] == programs.STEPS
+    assert processes.said("run").count("the run goes on") == 2
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(20) == 0
+    code, output = processes.evaluate("run")
+    assert code == 0 and "held-out success" in output, output
+
+
+def test_a_run_that_waits_for_a_worker_stops_at_once(processes):
+    training = processes.train("run", free_port())
+    processes.until(training, lambda: "no worker answers" in processes.said("run"), processes.folder / "run.log")
+    began = time.monotonic()
+    training.send_signal(signal.SIGTERM)
+    assert training.wait(30) == 0, processes.said("run")
+    assert time.monotonic() - began < 10 and "Traceback" not in processes.said("run")
 
 
 def test_a_port_that_is_taken_is_told(checkpoint):
-    process, address = start_worker(checkpoint)
-    try:
-        port = address.rpartition(":")[2]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
         command = [c for c in programs.command("unused", checkpoint) if not c.startswith("--workdir")]
         command[command.index("launchers.train")] = "launchers.worker"
         second = subprocess.run(
             [*command, f"--port={port}"], cwd=programs.ROOT, capture_output=True, text=True, timeout=120
         )
-        assert second.returncode == 1 and f"--port={port}" in second.stderr
-    finally:
-        process.kill()
+    assert second.returncode == 1 and f"--port={port}" in second.stderr
+
+
+def test_a_run_s_name_is_kept_in_its_folder_and_a_copy_is_another_run(tmp_path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    name = run_id(here)
+    assert run_id(here) == name and str(here) in name
+    (there / "run_id").write_bytes((here / "run_id").read_bytes())
+    assert run_id(there) != name
+    (here / "run_id").write_bytes(os.urandom(100))
+    assert run_id(here) != name  # damaged: another one, and no error
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_costs_nothing_but_time(processes):
+    ports = [free_port(), free_port()]
+    workers = [processes.worker(port) for port in ports]
+    training = processes.train("run", *ports)
+    processes.until_steps(training, "run", 1)
+    workers[0].kill()
+    assert processes.finished(training, "run")["step"] == programs.STEPS
+    workers[1].send_signal(signal.SIGTERM)
+    assert workers[1].wait(20) == 0
+
+
+@pytest.mark.slow
+def test_a_frozen_worker_holds_up_neither_updates_nor_the_end(processes):
+    """It stopped all updates for 600 s, and SIGTERM was not heard for 40 s."""
+    ports = [free_port(), free_port()]
+    workers = [processes.worker(port) for port in ports]
+    training = processes.train("run", *ports, steps=1000, rollout__reconnect_s=4.0)
+    processes.until_steps(training, "run", 2)
+    workers[0].send_signal(signal.SIGSTOP)
+    began, steps = time.monotonic(), len(processes.steps("run"))
+    processes.until_steps(training, "run", steps + 2)
+    assert time.monotonic() - began < 40
+    workers[0].send_signal(signal.SIGCONT)
+    name = address(ports[0])
+    log = processes.folder / "run.log"
+    processes.until(training, lambda: f"worker {name} takes requests" in processes.said("run"), log)
+    workers[0].send_signal(signal.SIGSTOP)
+    time.sleep(1.0)
+    began = time.monotonic()
+    training.send_signal(signal.SIGTERM)
+    processes.finished(training, "run")
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.slow
+def test_a_run_whose_only_worker_is_frozen_stops_within_ten_seconds(processes):
+    port = free_port()
+    worker = processes.worker(port)
+    training = processes.train("run", port, steps=1000, rollout__reconnect_s=600.0)
+    processes.until_steps(training, "run", 1)
+    worker.send_signal(signal.SIGSTOP)
+    time.sleep(2.0)
+    began = time.monotonic()
+    training.send_signal(signal.SIGINT)
+    processes.finished(training, "run")
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.slow
+def test_a_worker_is_one_run_s_at_a_time(processes):
+    """Evaluating one run gave its weights to the worker of another: mismatch went from 1e-9 to 1e-3, and nobody saw."""
+    port = free_port()
+    processes.worker(port)
+    first = processes.train("first", port, steps=12)
+    processes.until_steps(first, "first", 1)
+    second = processes.train("second", port, seed=3)
+    code, output = processes.evaluate("first", f"--addresses={address(port)}")
+    assert first.poll() is None, "the run was over before it was evaluated"
+    assert code == 1 and "belongs to run" in output and "Traceback" not in output, output
+    assert str(processes.folder / "first") in output
+    code, output = processes.evaluate("first")  # with an engine of its own, while the run has its worker
+    assert code == 0, output
+    processes.finished(first, "first")
+    processes.finished(second, "second")  # it has waited
+    assert "belongs to run" in processes.said("second")
+    code, output = processes.evaluate("second", f"--addresses={address(port)}")
+    assert code == 0 and "held-out success" in output, output
+
+
+@pytest.mark.slow
+def test_a_run_in_bfloat16_trains_over_a_worker(processes):
+    port = free_port()
+    processes.worker(port, model__dtype="bfloat16")
+    training = processes.train("run", port, steps=2, model__dtype="bfloat16")
+    assert training.wait(200) == 0, processes.said("run")
+    assert processes.steps("run") == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_has_its_worker_at_once_when_it_is_started_again(processes):
+    port = free_port()
+    processes.worker(port)
+    training = processes.train("run", port, checkpoint__every=2, steps=8)
+    processes.until_steps(training, "run", 3)
+    training.kill()  # the worker has weights that are newer than the checkpoint
+    training.wait()
+    again = processes.train("run", port, checkpoint__every=2, steps=8)
+    assert processes.finished(again, "run")["step"] == 8
+    assert "belongs to run" not in processes.said("run")

@@ -127,7 +127,7 @@ class ScriptedWorker:
         self.kv[prefix[0]] = prefix
         return 1
 
-    async def update_weights(self, params, version: int, restart: bool = False) -> None:
+    async def update_weights(self, params, version: int) -> None:
         await asyncio.sleep(0)
         if self._closed:
             raise WorkerError(f"worker {self.name} is closed")

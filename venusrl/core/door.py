@@ -48,8 +48,11 @@ def check_exposure(host: str, key: str | None) -> None:
         raise ConfigError(f"--host={host} can be reached from other machines: give --key_file, or a loopback address")
 
 
-def read_key(path: str) -> str:
+def read_key(path: str, field: str = "--key_file") -> str:
     """The key in a file.
+
+    Args:
+      field: that names the file.
 
     Raises:
       ConfigError: it cannot be read, or is too short to be one.
@@ -57,10 +60,10 @@ def read_key(path: str) -> str:
     try:
         key = Path(path).read_text().strip()
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--key_file={path}: {error}; give a file with the key in it") from error
+        raise ConfigError(f"{field}={path!r}: {error}; give a file with the key in it") from error
     if len(key) < SHORTEST_KEY or not key.isascii() or any(c.isspace() for c in key):
         raise ConfigError(
-            f"--key_file={path}: a key has at least {SHORTEST_KEY} characters, in ASCII, without white space; "
+            f"{field}={path!r}: a key has at least {SHORTEST_KEY} characters, in ASCII, without white space; "
             "make one with `openssl rand -hex 32`"
         )
     return key

@@ -25,6 +25,10 @@ class WorkerError(VenusError):
     """A rollout worker lost a request; the trajectory can be generated again elsewhere."""
 
 
+class WorkerLost(WorkerError):
+    """A worker in another process is away; its requests can go on elsewhere, or here once it is back."""
+
+
 class TaskError(VenusError):
     """An environment failed in reset, step or grade; the trajectory is refilled, never given reward 0."""
 

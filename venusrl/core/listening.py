@@ -12,6 +12,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from venusrl.core.errors import ConfigError
 
+KEEP_ALIVE_S = 15  # seconds for which an idle connection is kept; clients have to let go of theirs clearly sooner
 _MESSAGE_BYTES = 1 << 30
 HEAD_S = 10.0  # seconds in which the head of a request has to come, from its first byte or from the connection on
 
@@ -127,6 +128,7 @@ class Server:
             log_level="warning",
             lifespan="off",
             timeout_graceful_shutdown=grace_s,
+            timeout_keep_alive=KEEP_ALIVE_S,
             ws_max_size=_MESSAGE_BYTES,
             ws_per_message_deflate=False,
             ws_ping_interval=None,  # a client may be busy for minutes; one that is gone has closed its connection

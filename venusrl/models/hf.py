@@ -11,8 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.flax import load as load_bytes
+from safetensors import SafetensorError, deserialize
 from safetensors.flax import save as save_bytes
 
 from venusrl.core.errors import CheckpointError
@@ -20,6 +19,9 @@ from venusrl.models import hf_config, shards
 from venusrl.models.config import ModelConfig
 from venusrl.models.findings import Findings
 from venusrl.models.rope import rope_frequencies
+
+# Of tensors in `from_bytes`. NumPy knows bfloat16 through ml_dtypes; safetensors.flax reads by NumPy's own types alone.
+_MESSAGE_TYPES = {"F32": np.dtype("float32"), "F16": np.dtype("float16"), "BF16": jnp.dtype("bfloat16")}
 
 _Entry = tuple[tuple[str, ...], tuple[int, ...], Callable, Callable]
 
@@ -230,9 +232,14 @@ def from_bytes(data: bytes, config: ModelConfig) -> dict:
       CheckpointError: it is damaged or not of this model.
     """
     try:
-        tensors = load_bytes(data)
+        found = deserialize(data)
     except SafetensorError as error:
         raise CheckpointError(f"weights of {len(data)} bytes are damaged ({error}); send them again") from error
+    tensors = {}
+    for name, tensor in found:
+        if tensor["dtype"] not in _MESSAGE_TYPES:
+            raise CheckpointError(f"tensor {name} is {tensor['dtype']}; send one of {', '.join(_MESSAGE_TYPES)}")
+        tensors[name] = np.frombuffer(tensor["data"], _MESSAGE_TYPES[tensor["dtype"]]).reshape(tensor["shape"])
     return from_hf(tensors, config)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from venusrl.core.clock import Clock
 from venusrl.core.env import Env, Opening, Reply
-from venusrl.core.errors import ConfigError, SandboxError, TaskError, WorkerError
+from venusrl.core.errors import ConfigError, SandboxError, TaskError, WorkerError, WorkerLost
 from venusrl.core.group import Group
 from venusrl.core.trajectory import Status, Trajectory, Turn
 from venusrl.models.chat import ChatFormat
@@ -82,18 +82,27 @@ class RolloutService:
         clock: Clock,
         options: RolloutOptions,
         trace: Trace | None = None,
+        max_length: int | None = None,
     ):
+        """Args:
+        workers: started, by name; there may be none yet.
+        max_length: tokens of a sequence; None is what every worker takes, of which there must be one then.
+        """
         self._trace = trace
+        self._given: tuple[Any, int] | None = None  # the weights of the day, for workers that join
+        self._deserted = asyncio.Event()  # there is no worker
+        self._manned = asyncio.Event()  # there is one
         self.outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
         self._workers = dict(workers)
         self._dispatcher = Dispatcher(policy, workers, clock)
         self._chat = chat
         self._clock = clock
         self._options = options
-        self._max_length = min(worker.max_length for worker in workers.values())
+        self._max_length = max_length or min(worker.max_length for worker in workers.values())
         self._tasks: dict[str, asyncio.Task] = {}
         self._live: dict[str, Trajectory] = {}
         self._cleaning: dict[str, asyncio.Task] = {}
+        self._count_workers()
 
     def add_worker(self, worker: Worker) -> None:
         """Another worker, started and with the present weights, takes requests from now on.
@@ -107,7 +116,39 @@ class RolloutService:
                 "start it with the same rollout.max_length"
             )
         self._workers[worker.name] = worker
+        self._count_workers()
         self._dispatcher.worker_joined(worker)
+
+    def set_weights(self, params: Any, version: int) -> None:
+        """What workers that join are given; those that are there have it."""
+        self._given = (params, version)
+
+    async def join(self, worker: Worker) -> None:
+        """Gives `worker` the weights of the day, whatever it has, and then requests.
+
+        Raises:
+          ConfigError: see `add_worker`.
+          WorkerError: it was lost meanwhile, or did not take the weights.
+        """
+        given = None
+        while given is not self._given:  # an update may come meanwhile
+            given = self._given
+            await worker.update_weights(*given)
+        self.add_worker(worker)
+
+    def worker_away(self, worker: Worker) -> None:
+        """`worker` gets no requests until it joins again; those that it has go on elsewhere, or wait for a worker."""
+        if self._workers.pop(worker.name, None) is not None:
+            self._dispatcher.worker_lost(worker.name)
+            self._count_workers()
+
+    async def wait_for_workers(self, some: bool) -> None:
+        """Returns once there is a worker (`some`), or once there is none."""
+        await (self._manned if some else self._deserted).wait()
+
+    def _count_workers(self) -> None:
+        for event, holds in ((self._manned, bool(self._workers)), (self._deserted, not self._workers)):
+            event.set() if holds else event.clear()
 
     def open_group(self, group: Group, training: bool = True) -> None:
         """Tells the policy of a new group; its trajectories are started by `start`.
@@ -157,11 +198,16 @@ class RolloutService:
     async def update_weights(self, params: Any, version: int) -> None:
         """Gives every worker new weights; returns once all use them."""
         began = self._clock.now()
+        self._given = (params, version)
         alive = [worker for worker in self._workers.values() if worker.failure is None]
-        await asyncio.gather(*(worker.update_weights(params, version) for worker in alive))
+        await asyncio.gather(*(self._update(worker, params, version) for worker in alive))
         if self._trace is not None:
             self._trace.published(version, began, self._clock.now())
         self._dispatcher.observe(VersionPublished(self._clock.now(), version))
+
+    async def _update(self, worker: Worker, params: Any, version: int) -> None:
+        with contextlib.suppress(WorkerLost):  # it gets them when it is back
+            await worker.update_weights(params, version)
 
     async def close(self) -> None:
         """Cancels what runs and waits for the clean-up of all that ended, for `CLOSE_S` at most."""
@@ -297,10 +343,15 @@ class RolloutService:
                         if chunk.tokens:
                             trajectory.append_generated(chunk.tokens, chunk.logprobs, chunk.version)
                         made, stop = made + len(chunk.tokens), chunk.stop
+            except WorkerLost:
+                if worker.failure is not None:  # else it is back already
+                    self.worker_away(worker)
+                stop = "preempted"  # it goes on where there is room, from the tokens it has
             except WorkerError:
                 if worker.failure is None:
                     raise  # this request failed, or the run is over
                 self._workers.pop(worker.name, None)
+                self._count_workers()
                 if not self._dispatcher.worker_lost(worker.name):
                     raise
                 stop = "preempted"  # it goes on elsewhere, from the tokens it has

@@ -137,13 +137,16 @@ class Worker(Protocol):
     slots: requests that it runs at once.
     max_length: longest sequence, in tokens.
     kv_tokens: tokens of KV that it shares out among trajectories; 0 where every slot has its own.
-    failure: what ended it; None while it works, and where `close` ended it.
+    version: of the weights that it generates with.
+    failure: what ended it; None while it works, and where `close` ended it. One in another process may be back later,
+      and has none then.
     """
 
     name: str
     slots: int
     max_length: int
     kv_tokens: int
+    version: int
     failure: WorkerError | None
 
     async def start(self) -> None: ...
@@ -156,6 +159,7 @@ class Worker(Protocol):
         Raises:
           ContractError: the request cannot be run (too long, empty).
           WorkerError: the worker failed or was closed.
+          WorkerLost: it is away; the rest can be generated elsewhere.
         """
         ...
 
@@ -181,12 +185,9 @@ class Worker(Protocol):
         weights: what is missing is computed again."""
         ...
 
-    async def update_weights(self, params: Any, version: int, restart: bool = False) -> None:
+    async def update_weights(self, params: Any, version: int) -> None:
         """Takes new weights between two decode chunks; returns once they, or newer ones, are in use. The same version
         again is taken again.
-
-        Args:
-          restart: another run begins, or an earlier state of one; its version may be lower.
 
         Raises:
           ContractError: the version is older than one that is here, or the weights are of another model.

@@ -66,7 +66,9 @@ def test_any_schedule_gives_the_same(weights, undisturbed, seed):
             elif left and rng.random() < 0.6:
                 prefix = engines[1 - at].export(name) if rng.random() < 0.7 else None
                 if prefix is not None:
-                    assert 0 <= engines[at].bring(from_bytes(to_bytes(prefix))) <= len(prefix.tokens)
+                    assert (
+                        0 <= engines[at].bring(from_bytes(to_bytes(prefix), engines[at].kv_shape)) <= len(prefix.tokens)
+                    )
                 engines[at].submit(ask(name, todo[name] + got[name].tokens, left, temperature, seeds[name]))
                 home[name] = at
             if rng.random() < 0.3:
@@ -207,7 +209,7 @@ def test_a_damaged_transfer_is_noticed(weights):
     data = bytearray(to_bytes(engine.export("t")))
     data[len(data) // 2] ^= 1
     with pytest.raises(ContractError, match="damaged"):
-        from_bytes(bytes(data))
+        from_bytes(bytes(data), engine.kv_shape)
     with pytest.raises(ContractError, match="damaged"):
-        from_bytes(bytes(data[: len(data) // 2]))
+        from_bytes(bytes(data[: len(data) // 2]), engine.kv_shape)
     assert engine.export("nobody") is None

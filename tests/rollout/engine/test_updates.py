@@ -64,7 +64,8 @@ async def test_an_update_with_an_older_version_is_refused_and_the_worker_goes_on
         assert (await collect(worker, ask("u", tiny.tokens(0, 4), 5))).tokens == tiny.greedy(
             weights, tiny.tokens(0, 4), 5
         )
-        await worker.update_weights(newer, 2, restart=True)  # another run begins
+        await worker.reset()  # another run begins
+        await worker.update_weights(newer, 2)
         assert (await collect(worker, ask("v", tiny.tokens(0, 4), 5))).versions == [2] * 5
     await worker.close()
 

@@ -2,26 +2,31 @@
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import socket
+import struct
 import time
 
 import flax.linen as nn
 import httpx
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import uvicorn
+from safetensors.numpy import save
 
 from tests.rollout.test_workers import CONFIG, OPTIONS
 from tests.rollout.worker_suite import WorkerSuite, collect, tokens
-from venusrl.core.errors import ContractError, WorkerError
+from venusrl.core.errors import CheckpointError, ContractError, WorkerError
 from venusrl.models import hf
 from venusrl.models.decoder import init_params
 from venusrl.rollout.engine.engine import Engine
 from venusrl.rollout.engine.jax_worker import JaxWorker
 from venusrl.rollout.engine.transfer import from_bytes, to_bytes
 from venusrl.rollout.remote.client import RemoteWorker
-from venusrl.rollout.remote.server import worker_app
+from venusrl.rollout.remote.server import Codec, worker_app
 from venusrl.rollout.worker import Request
 
 STOP = (0, 21)
@@ -39,14 +44,17 @@ async def served(params, name="inner"):
     step = worker._engine.step
     worker._engine.step = lambda: (time.sleep(0.01), step())[1]  # a turn takes longer than a call
     await worker.start()
-    app = worker_app(worker, from_bytes, to_bytes, lambda data: hf.from_bytes(data, CONFIG))
+    kv = worker._engine.kv_shape
+    codec = Codec(lambda data: from_bytes(data, kv), to_bytes, lambda data: hf.from_bytes(data, CONFIG), kv.most_bytes)
+    app = worker_app(worker, codec)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     config = uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     server.install_signal_handlers = lambda: None
     task = asyncio.create_task(server._serve([listener]))
-    client = RemoteWorker(f"http://127.0.0.1:{listener.getsockname()[1]}", lambda params: hf.to_bytes(params, CONFIG))
+    address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    client = RemoteWorker(address, lambda params: hf.to_bytes(params, CONFIG), run="a run")
     await client.start()
     try:
         yield client, worker, server
@@ -98,27 +106,74 @@ async def test_kv_moves_between_two_servers(params):
         assert 'venusrl_worker_moved_tokens_total{worker="b"}' in text
 
 
-@pytest.mark.parametrize(
-    "body, says",
-    [
-        (b"{", "JSON"),
-        (b"[]", "object"),
-        (b'{"trajectory": "t", "tokens": [1], "max_tokens": "many"}', "max_tokens='many'"),
-        (b'{"trajectory": "t", "tokens": [1, -1], "max_tokens": 4}', "token ids"),
-        (b'{"trajectory": "t", "tokens": [], "max_tokens": 4}', "0 context tokens"),
-        (b'{"trajectory": "t", "tokens": [1], "max_tokens": true}', "max_tokens=True"),
-        (b'{"tokens": [1], "max_tokens": 4}', "trajectory=None"),
-    ],
-)
-async def test_bad_requests_are_answered_with_what_is_wrong(params, body, says):
+BAD_REQUESTS = [
+    (b"{", "JSON"),
+    (b"", "JSON"),
+    (b"[]", "object"),
+    (b"[" * 100_000, "recursion limit"),
+    (b"\xff\xfe\x00", "JSON"),
+    (b'{"tokens": [1], "max_tokens": 4}', "trajectory: field required"),
+    *(
+        (b'{"trajectory": "t", "tokens": [1], "max_tokens": 4, %b}' % field, says)
+        for field, says in [
+            (b'"max_tokens": "many"', "max_tokens='many'"),
+            (b'"max_tokens": true', "max_tokens=True"),
+            (b'"max_tokens": 0', "max_tokens"),
+            (b'"max_tokens": %d' % 2**70, "max_tokens"),
+            (b'"max_tokens": ' + b"9" * 5000, "JSON"),
+            (b'"tokens": [1, -1]', "tokens.1=-1"),
+            (b'"tokens": [1, 1.5]', "tokens.1=1.5"),
+            (b'"tokens": [1, %d]' % 2**63, "tokens.1"),
+            (b'"tokens": []', "0 context tokens"),
+            (b'"tokens": null', "tokens=None"),
+            (b'"tokens": {}', "tokens={}"),
+            (b'"temperature": NaN', "temperature=nan"),
+            (b'"temperature": 1e400', "temperature=inf"),
+            (b'"temperature": -1', "temperature=-1"),
+            (b'"trajectory": "\\ud83d"', "JSON"),
+            (b'"trajectory": {}', "trajectory={}"),
+            (b'"trajectory": "%b"' % (b"x" * 5000), "trajectory"),
+            (b'"namespace": null', "namespace=None"),
+            (b'"seed": -1', "seed"),
+            (b'"seed": %d' % 2**62, "seed"),
+            (b'"sed": 1', "sed=1"),
+        ]
+    ),
+]
+
+
+async def test_bad_requests_are_answered_with_what_is_wrong(params):
     async with served(params[0]) as (client, inner, _):
-        answer = await client._client.post("/generate", content=body)
-        assert answer.status_code == 400 and says in answer.json()["error"]
-        assert (await client._client.get("/generate")).status_code == 405
-        assert (await client._client.put("/kv", content=b"nothing")).status_code == 400
-        assert (await client._client.put("/weights/7", content=b"nothing")).status_code == 503
+        headers = {"venus-session": client._tenure.session}
+        async with httpx.AsyncClient(base_url=client.address, headers=headers) as http:
+            for body, says in BAD_REQUESTS:
+                answer = await http.post("/generate", content=body)
+                assert answer.status_code == 400 and says in answer.json()["error"], (body[:90], answer.text)
+            for path in ("/cancel", "/preempt", "/prioritise", "/release", "/lease"):
+                for body in (b"{", b"[]", b"{}", b'{"trajectory": 5, "priority": true, "run": []}', b"[" * 100_000):
+                    assert (await http.post(path, content=body)).status_code == 400, (path, body[:90])
+            large = b'{"trajectory": "t", "priority": %d, "resident": true}' % 2**70
+            assert (await http.post("/prioritise", content=large)).status_code == 400
+            assert (await http.get("/generate")).status_code == 405
+            assert (await http.put("/kv", content=b"nothing")).status_code == 400
+            assert (await http.put("/weights/7", content=b"nothing")).status_code == 400
+            assert (await http.put(f"/weights/{10**30}", content=b"")).status_code == 400
+            assert (await http.put("/weights/-1", content=b"")).status_code == 404
         assert inner.load().running == inner.load().waiting == 0
         await collect(client, Request("t/0", [1, 2, 3], 4))  # it lives
+
+
+async def test_a_token_outside_the_vocabulary_is_refused_and_the_worker_goes_on(params):
+    """2^63 - 1 ended the worker for every later caller."""
+    async with served(params[0]) as (client, inner, _):
+        for token in (CONFIG.vocab_size, 2**31 - 1, 2**63 - 1):
+            try:
+                chunks = await collect(client, Request("t/0", [1, token], 4))
+                assert token < 2**31 and chunks  # engines that do not look themselves
+            except ContractError:
+                pass
+            assert inner.failure is None
+            await collect(client, Request("t/1", [1, 2, 3], 4))
 
 
 async def test_a_client_that_hangs_up_frees_what_it_had(params):
@@ -128,7 +183,8 @@ async def test_a_client_that_hangs_up_frees_what_it_had(params):
         for late in (False, True):
             if late:  # it waits for its turn
                 inner._engine._begin = lambda: False
-            async with httpx.AsyncClient(base_url=client.address) as other:
+            headers = {"venus-session": client._tenure.session}
+            async with httpx.AsyncClient(base_url=client.address, headers=headers) as other:
                 task = asyncio.create_task(
                     other.post("/generate", content=json.dumps({**body, "trajectory": f"t/{late}"}))
                 )
@@ -158,3 +214,62 @@ async def test_nobody_at_an_address():
     with pytest.raises(WorkerError, match=r"127\.0\.0\.1:9"):
         await client.start()
     await client.close()
+
+
+async def test_kv_with_wrong_contents_is_refused_over_http_and_the_worker_goes_on(params):
+    context = list(range(1, 19))
+    async with served(params[0]) as (client, inner, _):
+        await collect(client, Request("t/0", context, 6, 1.0, 5))
+        data = await client.export_kv("t/0")
+        assert await client.import_kv(data) <= inner._engine.options.page  # what it has already
+        body = data[25:]
+        (length,) = struct.unpack_from("<I", body)
+        header = json.loads(body[4 : 4 + length])
+        for change in ({"tokens": [99] * 18}, {"arrays": header["arrays"][:-2]}, {"namespace": None}, {"version": "4"}):
+            text = json.dumps({**header, **change}).encode()
+            wrong = struct.pack("<I", len(text)) + text + body[4 + length :]
+            with pytest.raises(ContractError, match="KV"):
+                await client.import_kv(data[:9] + hashlib.blake2b(wrong, digest_size=16).digest() + wrong)
+        with pytest.raises(ContractError, match="bytes; send less"):
+            await client.import_kv(bytes(inner._engine.kv_shape.most_bytes + 1))
+        async with httpx.AsyncClient(base_url=client.address) as short:  # a body that ends before its time
+            _reader, writer = await asyncio.open_connection(short.base_url.host, short.base_url.port)
+            session = client._tenure.session.encode()
+            writer.write(
+                b"PUT /kv HTTP/1.1\r\nhost: x\r\nvenus-session: %b\r\ncontent-length: 1000\r\n\r\nabc" % session
+            )
+            await writer.drain()
+            writer.close()
+        assert inner.failure is None and len(await collect(client, Request("t/1", context, 4))) >= 1
+
+
+async def test_weights_in_bfloat16_go_over_the_wire(params):
+    """What accelerators use; it was KeyError: 'BF16'."""
+    halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params[0])
+    back = hf.from_bytes(hf.to_bytes(halves, CONFIG, "bfloat16"), CONFIG)
+    for mine, theirs in zip(jax.tree.leaves(halves), jax.tree.leaves(back), strict=True):
+        assert theirs.dtype == np.float32 and np.array_equal(np.asarray(mine, np.float32), theirs)
+    with pytest.raises(CheckpointError, match="F64"):
+        hf.from_bytes(save({"model.norm.weight": np.zeros(16)}), CONFIG)
+
+
+async def test_weights_of_another_run_replace_everything(params):
+    """An older version than the one before, and no KV of the other's weights."""
+    context = list(range(1, 19))
+    async with served(params[0]) as (client, inner, _):
+        await client.update_weights(params[0], 9)
+        first = tokens(await collect(client, Request("t/0", context, 6, 0.0)))
+        await client.close()
+        other = RemoteWorker(client.address, lambda params: hf.to_bytes(params, CONFIG), run="another run")
+        await other.start()
+        with pytest.raises(WorkerError, match="weights of another caller"):
+            await collect(other, Request("t/0", context, 6, 0.0))
+        await other.close()
+        other = RemoteWorker(client.address, lambda params: hf.to_bytes(params, CONFIG), run="another run")
+        await other.start()
+        await other.update_weights(params[1], 2)
+        chunks = await collect(other, Request("t/0", context, 6, 0.0))
+        assert {chunk.version for chunk in chunks} == {2} and tokens(chunks) != first
+        assert inner.load().running == inner.load().waiting == 0 and other.version == 2
+        await other.update_weights(params[1], 3)
+        await other.close()

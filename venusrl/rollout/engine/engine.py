@@ -26,9 +26,12 @@ from venusrl.rollout.engine.lanes import Lanes, fitting
 from venusrl.rollout.engine.options import EngineOptions, bucket
 from venusrl.rollout.engine.programs import TOP, Programs, RowState
 from venusrl.rollout.engine.sequence import Queue, Sequence
+from venusrl.rollout.engine.transfer import KvShape
 from venusrl.rollout.worker import Chunk, Load, Request, Top
 
 Answer = tuple[Request, Chunk]
+
+BEFORE_ANY = -1  # the version of an engine whose weights nobody vouches for
 
 
 class Engine:
@@ -39,6 +42,7 @@ class Engine:
       attention: name of the attention that it uses.
       version: of the weights in use.
       updates_asked, updates_used: how often new weights were given, and how many of those are in use or were replaced.
+      kv_shape: of the KV that it gives and takes.
     """
 
     def __init__(self, config: ModelConfig, params: Any, version: int, stop_tokens: tuple[int, ...], o: EngineOptions):
@@ -55,6 +59,7 @@ class Engine:
         if note:
             logging.warning("%s", note)
         self.attention = attention.name
+        self.kv_shape = KvShape.of(config, o)
         self._programs = Programs(config, stop_tokens, attention)
         self._stop = frozenset(stop_tokens)
         self._kv = KvStore(config, o, self._programs)
@@ -72,6 +77,11 @@ class Engine:
         self._orders = 0
         self._updated = 0  # the tree's clock at the last update
         self._counts: Counter[str] = Counter()  # tokens, trajectories and seconds; see `load`
+
+    @property
+    def params(self) -> Any:
+        """The weights in use."""
+        return self._params
 
     @property
     def busy(self) -> bool:
@@ -168,7 +178,12 @@ class Engine:
         return self._kv.export(trajectory, namespace, self.version)
 
     def bring(self, prefix: Prefix) -> int:
-        """Takes KV of another engine of the same model; the tokens that were not here. Of other weights: 0."""
+        """Takes KV of another engine of the same model; the tokens that were not here. Of other weights: 0.
+
+        Raises:
+          ContractError: it is of another model or other options.
+        """
+        self.kv_shape.check_prefix(prefix)
         if prefix.version != self.version:
             return 0
         came = self._kv.bring(prefix, self._namespace(prefix.namespace))
@@ -177,13 +192,28 @@ class Engine:
 
     # Weights
 
-    def set_weights(self, params: Any, version: int, restart: bool = False) -> None:
+    def reset(self) -> None:
+        """Ends every request, without a last chunk, and forgets KV, orders and the version: the next weights are of
+        another run, in which versions and trajectories mean something else."""
+        for s in list(self._running.values()):
+            self._kv.abandon(s)
+        trajectories = {*self._queue.priority, *self._resident, *self._kept, *self._running}
+        for s in [*self._queue.in_order(), *self._running.values()]:
+            self._queue.remove(s.trajectory)
+            trajectories.add(s.trajectory)
+        self._running.clear()
+        self._claims.clear()
+        self._awaited.clear()
+        for trajectory in trajectories:
+            self.release(trajectory)
+        self._kv.drop()
+        self._next, self.version = None, BEFORE_ANY
+        self.updates_used = self.updates_asked
+
+    def set_weights(self, params: Any, version: int) -> None:
         """Takes new weights, at once or (`on_update` "drain") when what runs has ended; see EngineOptions.on_update.
 
         Versions only grow. The version that is in use already may come again: the weights given last are used.
-
-        Args:
-          restart: another run begins, or an earlier state of one; its version may be lower.
 
         Raises:
           ContractError: the version is older than one that is in use or waits, or the weights are of another shape;
@@ -192,10 +222,10 @@ class Engine:
         newest = self.version if self._next is None else self._next[1]
         if type(version) is not int or version < 0:
             raise ContractError(f"weights of version {version!r}; give a whole number, 0 or more")
-        if version < newest and not restart:
+        if version < newest:
             raise ContractError(
                 f"weights of version {version} are older than those of version {newest}, which are here; versions only "
-                "grow in a run (pass restart=True where another run begins)"
+                "grow in a run (`reset` comes before the weights of another)"
             )
         check_params(params, self._params)
         self.updates_asked += 1

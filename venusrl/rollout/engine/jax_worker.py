@@ -39,8 +39,17 @@ class JaxWorker:
         self._closed = False
         self.failure: WorkerError | None = None
 
+    @property
+    def version(self) -> int:
+        """Of the weights that it generates with."""
+        return self._engine.version
+
     async def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"worker-{self.name}")
+
+    async def wait(self) -> None:
+        """Returns once it has failed or was closed."""
+        await asyncio.wait({self._task})
 
     async def close(self) -> None:
         self._closed = True
@@ -112,6 +121,13 @@ class JaxWorker:
     async def import_kv(self, prefix: Prefix | None) -> int:
         return await self._call(lambda: self._engine.bring(prefix)) if prefix is not None else 0
 
+    async def reset(self) -> None:
+        """Forgets requests, KV and version, before weights of another run."""
+        for request, stream in self._streams.values():
+            stream.put_nowait(WorkerError(f"request of {request.trajectory}: the worker went to another run"))
+        await self._call(self._engine.reset)
+        self._tell_updated()
+
     async def _call(self, act: Callable[[], Any]) -> Any:
         """What `act` gives or raises, between two steps."""
         done = asyncio.get_running_loop().create_future()
@@ -133,7 +149,7 @@ class JaxWorker:
         finally:
             self._updates.discard(done)
 
-    async def update_weights(self, params: Any, version: int, restart: bool = False) -> None:
+    async def update_weights(self, params: Any, version: int) -> None:
         """Returns once these weights are in use, or newer ones that came meanwhile; see Engine.set_weights.
 
         Raises:
@@ -145,7 +161,7 @@ class JaxWorker:
 
         async def act():
             try:
-                await loop.run_in_executor(self._thread, self._engine.set_weights, params, version, restart)
+                await loop.run_in_executor(self._thread, self._engine.set_weights, params, version)
             except ContractError as error:
                 if not done.done():
                     done.set_exception(error)

@@ -1,68 +1,192 @@
-"""A worker in another process, by its address."""
+"""A worker in another process, by its address.
+
+Where it does not answer, its requests wait for it, `reconnect_s` seconds at most; then they are told that it is lost
+(WorkerLost), and go on elsewhere. It is asked further on, and joins again when it answers: with the weights of the day,
+before it gets requests. See link.py for the states, lease.py for whose it is.
+"""
 
 import asyncio
 import contextlib
 import dataclasses
-import json
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+import logging
+import math
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+from urllib.parse import quote
 
 import httpx
 
-from venusrl.core.errors import ContractError, VenusError, WorkerError
-from venusrl.rollout.remote.server import error_of
-from venusrl.rollout.worker import Chunk, Load, Request, again
+from venusrl.core.clock import Clock, WallClock
+from venusrl.core.errors import ConfigError, ContractError, VenusError, WorkerError, WorkerLost
+from venusrl.rollout.remote.answers import error_of
+from venusrl.rollout.remote.lease import Held
+from venusrl.rollout.remote.link import Link, State
+from venusrl.rollout.remote.wire import BEAT_S, SESSION_HEADER, Applied, ChunkAnswer, Description, Taken, parse
+from venusrl.rollout.worker import Chunk, Load, Request
 
-CONNECT_S = 5.0
-ANSWER_S = 600.0  # between two pieces of an answer; a request may wait long for its turn
+PROBE_S = 3.0  # until an answer to "are you there" counts as none
+PROBE_EVERY_S = 1.0
+LONGEST_BACKOFF_S = 30.0  # between attempts at a worker that answers and cannot be used
+CONNECT_S = 3.0
+GOODBYE_S = 2.0  # for what is said on the way out: cancelling a request, giving up the lease
+ATTEMPTS = 3  # at a call whose connection breaks while the worker answers others
+SILENCE_S = 6 * BEAT_S  # of a stream, after which its connection counts as broken
+IDLE_S = 2.0  # for which an idle connection is kept; far below what servers do, see core.listening.KEEP_ALIVE_S
+
+NOBODY_LISTENS = "nobody listens there"
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(eq=False)
+class _Tenure:
+    """From the moment at which the worker answers until it is lost.
+
+    Attributes:
+      session: the word under which the worker knows it.
+      gone: done, with the reason, when it ends.
+      ready: set while requests may be sent.
+      told: set while anything may be sent.
+      said: what `prioritise` and `release` have to tell, in order.
+      version: of the weights that the worker has.
+      sent: the version that was last sent; None where nothing was.
+      updates: under way.
+      updating: held by one of them.
+    """
+
+    session: str
+    gone: asyncio.Future
+    ready: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    told: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    said: asyncio.Queue = dataclasses.field(default_factory=asyncio.Queue)
+    version: int = 0
+    sent: int | None = None
+    updates: int = 0
+    updating: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+
+    @property
+    def settled(self) -> bool:
+        """Whether it has weights of this run, and no others are on their way."""
+        return self.sent is not None and not self.updates
 
 
 class RemoteWorker:
-    """See venusrl.rollout.worker.Worker. A connection that breaks means that the worker is lost."""
+    """See venusrl.rollout.worker.Worker.
 
-    def __init__(self, address: str, write_weights: Callable[[Any], bytes]):
+    Attributes:
+      version: of the weights that it has, as far as is known.
+      welcome: awaited when it answers, to give it weights and then requests; without it, it is used as it is.
+      farewell: called at once when it is lost, before its requests hear of it.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        write_weights: Callable[[Any], bytes],
+        run: str = "",
+        key: str = "",
+        reconnect_s: float = 10.0,
+        max_length: int = 0,
+        clock: Clock | None = None,
+    ):
         """Args:
         address: "http://HOST:PORT".
         write_weights: from parameters to the bytes of a safetensors file.
+        run: in whose name the worker is claimed; "" claims nothing, and is refused where somebody has.
+        key: sent as a bearer token; "" sends none.
+        reconnect_s: seconds for which requests wait for a worker that does not answer.
+        max_length: tokens of the sequences that it will be asked for, to be known before it answers.
         """
-        self.address = address
-        self.name = address
-        self.slots = self.max_length = self.kv_tokens = 0  # known after `start`
-        self.failure: WorkerError | None = None
+        self.address = self.name = address
+        self.max_length = max_length
+        self.slots = self.kv_tokens = 0  # known once it has answered
+        self.welcome: Callable[[RemoteWorker], Awaitable[None]] | None = None
+        self.farewell: Callable[[RemoteWorker], None] | None = None
         self._write_weights = write_weights
-        self._http: httpx.AsyncClient | None = None
+        self._run = run
+        self._key = key
+        self._needed_length = max_length
+        self._clock = clock or WallClock()
+        self._link = Link(reconnect_s)
+        self._http: httpx.AsyncClient | None = None  # keeps connections
+        self._fresh: httpx.AsyncClient | None = None  # does not
+        self._tenure: _Tenure | None = None
         self._load = Load(0, 0, 0, 0, 0, 0.0)
-        self._said: asyncio.Queue = asyncio.Queue()  # what `prioritise` has to tell, in order
         self._tasks: list[asyncio.Task] = []
+        self._joining: asyncio.Task | None = None
+        self._wake = asyncio.Event()
+        self._probed = asyncio.Event()  # set, and replaced, after every probe
+        self._met = asyncio.Event()  # there is a tenure
         self._streaming: set[str] = set()
+        self._refusals = 0  # in a row, of a worker that answers
+        self._complaint = ""  # the last that was logged
 
-    async def start(self) -> None:
-        """Raises:
-        WorkerError: nobody answers there.
+    @property
+    def failure(self) -> WorkerError | None:
+        if self._http is None or self._link.state is not State.AWAY:
+            return None
+        return self._gone()
+
+    @property
+    def version(self) -> int:
+        return self._tenure.version if self._tenure else 0
+
+    async def start(self, patient: bool = False) -> None:
+        """Asks whether it is there; from then on it is watched.
+
+        Args:
+          patient: nobody there, or somebody else's, is no error: it joins when it can.
+
+        Raises:
+          WorkerError: nobody answers there, or it belongs to somebody else (not where `patient`).
+          ConfigError, ContractError: it is of another model, or takes shorter sequences (not where `patient`).
         """
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        timeout = httpx.Timeout(ANSWER_S, connect=CONNECT_S)
-        self._http = httpx.AsyncClient(base_url=self.address, limits=limits, timeout=timeout)
-        info = (await self._call("GET", "/info")).json()
-        self.slots, self.max_length, self.kv_tokens = info["slots"], info["max_length"], info["kv_tokens"]
+        limits = {"max_connections": None, "keepalive_expiry": IDLE_S}
+        options: dict[str, Any] = {"base_url": self.address, "timeout": httpx.Timeout(None, connect=CONNECT_S)}
+        if self._key:
+            options["headers"] = {"authorization": f"Bearer {self._key}"}
+        self._http = httpx.AsyncClient(limits=httpx.Limits(max_keepalive_connections=64, **limits), **options)
+        self._fresh = httpx.AsyncClient(limits=httpx.Limits(max_keepalive_connections=0, **limits), **options)
+        await self._probe()
+        if not patient:
+            try:
+                if self._link.state is State.AWAY:
+                    raise WorkerError(f"worker {self.name}: {self._link.reason}")
+                await self._join(self._tenure)
+            except VenusError:
+                await self.close()
+                raise
         self._tasks = [asyncio.create_task(self._tell()), asyncio.create_task(self._watch())]
 
     async def close(self) -> None:
-        """Leaves the process as it is."""
-        for task in self._tasks:
+        """Leaves the process as it is, and its lease to others. Within a few seconds, whatever the worker does."""
+        tasks = [*self._tasks, *([self._joining] if self._joining else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        http, self._http = self._http, None
-        if http is not None:
-            await http.aclose()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        tenure, self._tenure = self._tenure, None
+        http, fresh, self._http, self._fresh = self._http, self._fresh, None, None
+        if tenure is not None and not tenure.gone.done():
+            tenure.gone.set_result(f"worker {self.name} is closed")
+            if self._run and self._link.state is not State.UNREACHABLE:
+                with contextlib.suppress(httpx.HTTPError, TimeoutError):
+                    async with asyncio.timeout(GOODBYE_S):
+                        await fresh.request("DELETE", "/lease", headers={SESSION_HEADER: tenure.session})
+        for client in (http, fresh):
+            if client is not None:
+                await client.aclose()
+
+    # Requests
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
         if request.trajectory in self._streaming:
             raise ContractError(f"trajectory {request.trajectory} already has a request on {self.name}")
+        tenure = self._present()
         self._streaming.add(request.trajectory)
         ended = False
         try:
-            async with contextlib.aclosing(self._stream(request)) as chunks:
+            async with contextlib.aclosing(self._turn(tenure, request)) as chunks:
                 async for chunk in chunks:
                     ended = chunk.stop is not None
                     yield chunk
@@ -70,51 +194,132 @@ class RemoteWorker:
             ended = True
             raise
         finally:
-            if not ended and self.failure is None and self._http is not None:
-                with contextlib.suppress(VenusError):
-                    await self._call("POST", "/cancel", json={"trajectory": request.trajectory})
+            if not ended:
+                await self._cancel(tenure, request.trajectory)
             self._streaming.discard(request.trajectory)
 
-    async def _stream(self, request: Request) -> AsyncIterator[Chunk]:
-        await self._said.join()  # its priority is known there before it is
-        with self._breaking():
-            async with self._client.stream("POST", "/generate", json=dataclasses.asdict(request)) as answer:
+    async def _turn(self, tenure: _Tenure, request: Request) -> AsyncIterator[Chunk]:
+        """The chunks; where the connection breaks before the first one, over several attempts. Where it breaks later,
+        the turn ends as preempted: what is left is another request."""
+        for _ in range(ATTEMPTS):
+            await self._unless_gone(tenure, tenure.said.join())  # its priority is known there before it is
+            await self._unless_gone(tenure, tenure.ready.wait())
+            version = tenure.version
+            items: asyncio.Queue = asyncio.Queue()
+            reader = asyncio.create_task(self._read(tenure, request, items))
+            tenure.gone.add_done_callback(tell := lambda _, items=items: items.put_nowait(self._gone()))
+            begun = False
+            try:
+                while True:
+                    try:
+                        async with asyncio.timeout(SILENCE_S):
+                            item = await items.get()
+                    except TimeoutError:
+                        if tenure.told.is_set():
+                            raise
+                        item = None  # the worker does not answer anybody
+                    if isinstance(item, Exception):
+                        raise item
+                    if item is None:
+                        continue
+                    self._check_version(tenure, version, item)
+                    version, begun = item.version, begun or bool(item.tokens)
+                    yield item
+                    if item.stop is not None:
+                        return
+            except (httpx.HTTPError, TimeoutError) as error:
+                broken = error
+            finally:
+                tenure.gone.remove_done_callback(tell)
+                reader.cancel()
+                await asyncio.wait({reader})
+            await self._broken(tenure, broken)
+            await self._unless_gone(tenure, tenure.told.wait())
+            await self._cancel(tenure, request.trajectory)
+            if begun:
+                yield Chunk([], [], version, "preempted")
+                return
+        self._lose(tenure, f"its connection broke {ATTEMPTS} times before an answer")
+        raise self._gone()
+
+    async def _read(self, tenure: _Tenure, request: Request, items: asyncio.Queue) -> None:
+        """Puts chunks into `items`, None for a sign of life, and at last what ended them, if it was no last chunk."""
+        headers = {SESSION_HEADER: tenure.session}
+        try:
+            call = self._client.stream("POST", "/generate", json=dataclasses.asdict(request), headers=headers)
+            async with call as answer:
                 if answer.status_code != 200:
-                    raise error_of(answer.status_code, (await answer.aread()).decode())
-                stop = None
+                    raise self._refused(tenure, answer.status_code, (await answer.aread()).decode(errors="replace"))
                 async for line in answer.aiter_lines():
-                    fields = json.loads(line)
-                    if "error" in fields:
-                        raise WorkerError(fields["error"])
-                    chunk = Chunk(**fields)
-                    stop = chunk.stop
-                    yield chunk
-                if stop is None:
-                    raise self._lost("its answer ended before its time")
+                    said = parse(ChunkAnswer, line) if line else None
+                    if said is not None and said.error is not None:
+                        raise self._refused(tenure, said.status, line)
+                    chunk = (
+                        None if said is None else Chunk(said.tokens, said.logprobs, said.version, said.stop, said.top)
+                    )
+                    items.put_nowait(chunk)
+            raise httpx.RemoteProtocolError("its answer ended before its time")  # of no use after a last chunk
+        except (httpx.HTTPError, VenusError) as error:
+            items.put_nowait(error)
+
+    def _check_version(self, tenure: _Tenure, least: int, chunk: Chunk) -> None:
+        """Raises WorkerLost where it has other weights than it was given: nothing it says can be used."""
+        most = max(tenure.version, tenure.version if tenure.sent is None else tenure.sent)
+        if not least <= chunk.version <= most:
+            given = least if least == most else f"{least} to {most}"
+            self._lose(tenure, f"it answers with weights of version {chunk.version}; it was given {given}")
+            raise self._gone()
+
+    async def _cancel(self, tenure: _Tenure, trajectory: str) -> None:
+        """Its slot is free when this returns, unless the worker does not answer."""
+        if tenure.gone.done() or not tenure.told.is_set():
+            return
+        with contextlib.suppress(httpx.HTTPError, TimeoutError, VenusError):
+            async with asyncio.timeout(GOODBYE_S):
+                await self._send("POST", "/cancel", tenure, json={"trajectory": trajectory})
 
     async def preempt(self, trajectory: str) -> None:
         await self._call("POST", "/preempt", json={"trajectory": trajectory})
 
     def prioritise(self, trajectory: str, priority: int, resident: bool) -> None:
-        if self._http is not None:
-            self._said.put_nowait({"trajectory": trajectory, "priority": priority, "resident": resident})
+        self._say("/prioritise", {"trajectory": trajectory, "priority": priority, "resident": resident})
 
     async def release(self, trajectory: str) -> None:
-        await self._said.join()
-        await self._call("POST", "/release", json={"trajectory": trajectory})
+        """Does not wait for the worker: it hears of it before the next request."""
+        self._say("/release", {"trajectory": trajectory})
+
+    def _say(self, path: str, fields: dict[str, Any]) -> None:
+        if self._tenure is not None and not self._tenure.gone.done():
+            self._tenure.said.put_nowait((path, fields))
+
+    # KV and weights
 
     async def export_kv(self, trajectory: str) -> bytes | None:
-        answer = await self._call("GET", f"/kv/{trajectory}")
+        answer = await self._call("GET", f"/kv/{quote(trajectory)}")
         return answer.content if answer.status_code == 200 else None
 
     async def import_kv(self, prefix: bytes | None) -> int:
         if prefix is None:
             return 0
-        return (await self._call("PUT", "/kv", content=prefix)).json()["tokens"]
+        return parse(Taken, (await self._call("PUT", "/kv", content=prefix)).content).tokens
 
-    async def update_weights(self, params: Any, version: int, restart: bool = False) -> None:
+    async def update_weights(self, params: Any, version: int) -> None:
+        """Raises WorkerLost where it does not answer: others do not wait for it, and it gets them when it is back."""
+        tenure = self._present()
         data = await asyncio.to_thread(self._write_weights, params)
-        await self._call("PUT", f"/weights/{version}" + ("?restart=1" if restart else ""), content=data)
+        tenure.updates += 1
+        try:
+            self._give_up_on_updates(tenure)
+            async with tenure.updating:
+                tenure.sent = version
+                answer = await self._call("PUT", f"/weights/{version}", tenure, content=data)
+                has = parse(Applied, answer.content).version
+                if has != version:
+                    self._lose(tenure, f"it was given weights of version {version} and has {has}")
+                    raise self._gone()
+                tenure.version = version
+        finally:
+            tenure.updates -= 1
 
     def load(self) -> Load:
         """As of a moment ago."""
@@ -122,49 +327,269 @@ class RemoteWorker:
 
     async def refresh(self) -> Load:
         """As of now."""
-        self._load = Load(**(await self._call("GET", "/load")).json())
+        info = parse(Description, (await self._call("GET", "/info")).content)
+        self._load = Load(**info.load)
         return self._load
+
+    # Calls
 
     @property
     def _client(self) -> httpx.AsyncClient:
-        if self._http is None or self.failure is not None:
-            raise again(self.failure) if self.failure else WorkerError(f"worker {self.name} is closed")
+        if self._http is None:
+            raise self._gone()
         return self._http
 
-    async def _call(self, method: str, path: str, **options) -> httpx.Response:
-        with self._breaking():
-            answer = await self._client.request(method, path, **options)
-        if answer.status_code >= 400:
-            raise error_of(answer.status_code, answer.text)
-        return answer
+    def _present(self) -> _Tenure:
+        if self._http is None or self._tenure is None or self._tenure.gone.done():
+            raise self._gone()
+        return self._tenure
 
-    @contextlib.contextmanager
-    def _breaking(self):
-        try:
-            yield
-        except httpx.HTTPError as error:
-            if self._http is None:
-                raise WorkerError(f"worker {self.name} is closed") from error
-            raise self._lost(repr(error)) from error
-
-    def _lost(self, why: str) -> WorkerError:
-        self.failure = self.failure or WorkerError(f"worker {self.name} is lost: {why}")
-        return again(self.failure)
-
-    async def _tell(self) -> None:
-        while True:
-            fields = await self._said.get()
+    async def _call(self, method: str, path: str, tenure: _Tenure | None = None, **options) -> httpx.Response:
+        """Every call of this kind may be made twice."""
+        tenure = tenure or self._present()
+        for _ in range(ATTEMPTS):
+            await self._unless_gone(tenure, tenure.told.wait())
             try:
-                await self._call("POST", "/prioritise", json=fields)
-            except WorkerError:
-                pass  # whoever generates there hears of it
-            finally:
-                self._said.task_done()
+                answer = await self._unless_gone(tenure, self._send(method, path, tenure, **options))
+            except httpx.HTTPError as error:
+                await self._broken(tenure, error)
+                continue
+            if answer.status_code >= 400:
+                raise self._refused(tenure, answer.status_code, answer.text)
+            return answer
+        self._lose(tenure, f"its connection broke {ATTEMPTS} times at {method} {path}")
+        raise self._gone()
+
+    async def _send(self, method: str, path: str, tenure: _Tenure, **options) -> httpx.Response:
+        """Once more on a fresh connection where a kept one breaks: the other side may just have closed it."""
+        headers = {SESSION_HEADER: tenure.session}
+        try:
+            return await self._client.request(method, path, headers=headers, **options)
+        except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
+            if self._fresh is None:
+                raise
+            return await self._fresh.request(method, path, headers=headers, **options)
+
+    async def _unless_gone(self, tenure: _Tenure, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` gives.
+
+        Raises:
+          WorkerLost: the worker is lost first; `work` is cancelled.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, tenure.gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+        if task.cancelled():
+            raise self._gone()
+        return task.result()
+
+    def _refused(self, tenure: _Tenure, status: int, text: str) -> VenusError:
+        """What is raised for an answer that is no success."""
+        error = error_of(status, text)
+        if isinstance(error, Held):
+            self._lose(tenure, str(error))
+            return self._gone()
+        return error
+
+    def _gone(self) -> WorkerError:
+        """What those hear who wait for it."""
+        if self._http is None:
+            return WorkerError(f"worker {self.name} is closed")
+        return WorkerLost(f"worker {self.name} is lost: {self._link.reason}")
+
+    # Whether it is there
+
+    async def _broken(self, tenure: _Tenure, error: Exception) -> None:
+        """A connection has broken: asks whether the worker is there. Where nobody listens any more, nothing is to be
+        waited for."""
+        if _refused_connection(error):
+            self._lose(tenure, NOBODY_LISTENS)
+            return
+        probed = self._probed
+        self._wake.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PROBE_EVERY_S + PROBE_S):
+                await self._unless_gone(tenure, probed.wait())
+
+    def _lose(self, tenure: _Tenure, why: str) -> None:
+        if tenure is self._tenure and not tenure.gone.done():
+            self._link.lost(why)
+            self._changed()
+
+    def _give_up_on_updates(self, tenure: _Tenure) -> None:
+        if tenure.updates and self._link.state is State.UNREACHABLE:
+            self._link.lost(f"{self._link.reason}, and there are new weights")
+            self._changed()
+
+    def _changed(self) -> None:
+        """Carries out what the link says."""
+        tenure, state = self._tenure, self._link.state
+        if tenure is None or tenure.gone.done():
+            return
+        if state is State.UNREACHABLE:
+            if tenure.told.is_set():
+                logging.warning("worker %s does not answer: %s", self.name, self._link.reason)
+            tenure.ready.clear()
+            tenure.told.clear()
+            self._give_up_on_updates(tenure)
+        elif state is State.AWAY:
+            self._complain()
+            self._met.clear()
+            if self.farewell is not None:
+                self.farewell(self)
+            tenure.gone.set_result(self._link.reason)
+        else:
+            tenure.told.set()
+            if state is State.CONNECTED:
+                tenure.ready.set()
 
     async def _watch(self) -> None:
-        while self.failure is None:
-            try:
-                await self.refresh()
-            except WorkerError:
-                return
-            await asyncio.sleep(1.0)
+        """Asks for ever whether it is there, and lets it join when it is."""
+        while True:
+            wait_s = PROBE_EVERY_S
+            if self._link.state is State.AWAY and self._refusals:
+                wait_s = min(LONGEST_BACKOFF_S, PROBE_EVERY_S * 2**self._refusals)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._wake.wait()
+            self._wake.clear()
+            await self._probe()
+            self._probed.set()
+            self._probed = asyncio.Event()
+            if self._link.state is State.JOINING and (self._joining is None or self._joining.done()):
+                self._joining = asyncio.create_task(self._try_to_join(self._tenure))
+
+    async def _probe(self) -> None:
+        """One question, which renews the lease too."""
+        away, began, tenure = self._link.state is State.AWAY, self._clock.now(), self._tenure
+        session = os.urandom(8).hex() if away else tenure.session
+        settled = not away and tenure.settled
+        try:
+            async with asyncio.timeout(PROBE_S):
+                answer = await self._ask(session, away)
+        except (httpx.HTTPError, TimeoutError) as error:
+            now, late = self._clock.now(), isinstance(error, TimeoutError)
+            if late and now - began > 2 * PROBE_S:
+                return  # it is this process that stood still; ask again
+            if _refused_connection(error):
+                self._link.lost(NOBODY_LISTENS)
+            else:
+                self._link.silent(now, f"no answer for {PROBE_S:.0f} s" if late else repr(error))
+        else:
+            if not away and self._link.state is State.AWAY:
+                return  # lost meanwhile: the answer is about what was
+            if answer.status_code != 200:
+                self._link.lost(str(error_of(answer.status_code, answer.text)))
+            else:
+                self._heard(answer, session, away, settled)
+        if self._link.state is State.AWAY:
+            self._complain()
+        self._changed()
+
+    async def _ask(self, session: str, start: bool) -> httpx.Response:
+        call: tuple[str, str] = ("GET", "/info") if not self._run else ("POST", "/lease")
+        body = {} if not self._run else {"json": {"run": self._run, "session": session, "start": start}}
+        try:
+            return await self._client.request(*call, **body)
+        except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
+            return await self._fresh.request(*call, **body)
+
+    def _heard(self, answer: httpx.Response, session: str, away: bool, settled: bool) -> None:
+        """Args:
+        away: it was not there when it was asked.
+        settled: it had weights of this run then.
+        """
+        try:
+            info = parse(Description, answer.content)
+            load = Load(**info.load)
+        except (ContractError, TypeError) as error:
+            return self._link.lost(f"what answers there is no worker of this release ({error})")
+        if info.failure is not None:
+            return self._link.lost(info.failure)
+        self._load = load
+        if away:
+            self._tenure = _Tenure(session if self._run else "", asyncio.get_running_loop().create_future())
+            self._tenure.version = info.version
+            self.slots, self.max_length, self.kv_tokens = info.slots, info.max_length, info.kv_tokens
+            self._met.set()
+        elif settled and self._tenure.settled and self._run and info.weights_of != session:
+            return self._link.lost("it has weights that this run did not give it")
+        self._link.answered(info.instance)
+
+    async def _try_to_join(self, tenure: _Tenure) -> None:
+        try:
+            await self._join(tenure)
+        except WorkerLost:
+            pass  # said already
+        except VenusError as error:
+            self._refusals += 1
+            self._lose(tenure, str(error))
+        else:
+            if self._complaint:
+                logging.warning("worker %s takes requests", self.name)
+            self._complaint, self._refusals = "", 0
+
+    async def _join(self, tenure: _Tenure) -> None:
+        if self.max_length < self._needed_length:
+            raise ContractError(
+                f"worker {self.name} takes sequences of {self.max_length} tokens, this run has "
+                f"{self._needed_length}; start it with the same rollout.max_length"
+            )
+        self.max_length = self._needed_length or self.max_length
+        if self.welcome is not None:
+            await self.welcome(self)
+        self._link.joined()
+        self._changed()
+
+    def _complain(self) -> None:
+        """Says once why it is not used."""
+        if self._link.reason != self._complaint and self._tasks:
+            self._complaint = self._link.reason
+            logging.warning("worker %s is not used: %s", self.name, self._complaint)
+
+    async def _tell(self) -> None:
+        """Passes on, in order, what `prioritise` and `release` have to say."""
+        while True:
+            await self._met.wait()
+            tenure = self._tenure
+            with contextlib.suppress(WorkerError):
+                while True:
+                    path, fields = await self._unless_gone(tenure, tenure.said.get())
+                    try:
+                        await self._call("POST", path, tenure, json=fields)
+                    except ContractError as error:
+                        logging.warning("worker %s: %s", self.name, error)
+                    finally:
+                        tenure.said.task_done()
+
+
+def check_addresses(addresses: tuple[str, ...], reconnect_s: float) -> None:
+    """Raises ConfigError where RemoteWorker could not be made of them."""
+    for address in addresses:
+        try:
+            url = httpx.URL(address)
+            right = url.scheme in ("http", "https") and bool(url.host) and url.path in ("", "/") and not url.query
+            right = right and 0 < (url.port or 80) < 2**16
+        except (httpx.InvalidURL, TypeError):
+            right = False
+        if not right:
+            raise ConfigError(f"rollout.addresses has {address!r}; give addresses like 'http://HOST:PORT'")
+    if len(set(addresses)) < len(addresses):
+        raise ConfigError(f"rollout.addresses={addresses} names a worker twice; name each once")
+    if not (math.isfinite(reconnect_s) and reconnect_s >= 0):
+        raise ConfigError(f"rollout.reconnect_s={reconnect_s}; give seconds, 0 or more")
+
+
+def _refused_connection(error: BaseException | None) -> bool:
+    """Whether nobody listens at the address."""
+    while error is not None:
+        if isinstance(error, ConnectionRefusedError):
+            return True
+        if isinstance(error, BaseExceptionGroup):
+            return all(_refused_connection(e) for e in error.exceptions)
+        error = error.__cause__ or error.__context__
+    return False

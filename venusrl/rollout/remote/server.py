@@ -1,18 +1,22 @@
 """HTTP around a worker.
 
+- POST /lease: a run claims the worker, or says that it still wants it; answers with what the worker is and does. 409
+  where it belongs to another run. DELETE /lease: the run needs it no more.
 - POST /generate: a Request in JSON; answers with chunks, a line of JSON each. Hanging up cancels it.
 - POST /cancel: ends an answer under way, and returns when its slot is free.
 - POST /preempt, /prioritise, /release
 - GET /kv/ID: KV of a trajectory as one checksummed message; 204 where there is none.
 - PUT /kv: takes such a message.
-- PUT /weights/V: takes a safetensors file as version V; ?restart=1 where another run begins, at a lower version maybe.
-- GET /load, /info, /metrics
+- PUT /weights/V: takes a safetensors file as version V.
+- GET /load, /info, /metrics: for everybody.
+
+What changes or uses the worker's state names its session in the header `venus-session`. While a run holds the lease,
+everybody else is refused with 409; without a lease, callers without a session are let in.
 """
 
 import asyncio
-import contextlib
 import dataclasses
-import json
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -21,230 +25,199 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from venusrl.core.errors import ContractError, VenusError, WorkerError
+from venusrl.core.clock import Clock, WallClock
+from venusrl.core.errors import ContractError, VenusError
 from venusrl.observe.prometheus import exposition
-from venusrl.rollout.worker import LOAD_DESCRIPTIONS, Request, Worker
+from venusrl.rollout.remote.answers import answer, read, status_of
+from venusrl.rollout.remote.lease import Held, Lease
+from venusrl.rollout.remote.streams import LONGEST_BODY, Generate
+from venusrl.rollout.remote.wire import (
+    BEAT_S,
+    SESSION_HEADER,
+    Body,
+    ClaimBody,
+    PrioritiseBody,
+    TrajectoryBody,
+    parse,
+)
+from venusrl.rollout.worker import LOAD_DESCRIPTIONS, Worker, again
 
-LONGEST_BODY = 16 * 2**20  # bytes of a request that is no KV and no weights
+LARGEST_BODY = 1 << 40  # bytes of KV or weights where `worker_app` is told no bound
+NOBODY = ""  # the session of a caller without one
+FIRST = "first"  # of the weights that the process began with; they are everybody's
 
 
-def worker_app(
-    worker: Worker, unpack_kv: Callable[[bytes], Any], pack_kv: Callable[[Any], bytes], read_weights: Callable
-) -> Starlette:
+@dataclasses.dataclass(frozen=True)
+class Codec:
+    """What the worker's kind of KV and weights is as bytes.
+
+    Attributes:
+      unpack_kv, pack_kv: from and to one message. `unpack_kv` refuses with ContractError what `import_kv` cannot take.
+      read_weights: from the bytes of a safetensors file to what `update_weights` takes.
+      most_kv, most_weights: bytes that such a message has at most.
+    """
+
+    unpack_kv: Callable[[bytes], Any]
+    pack_kv: Callable[[Any], bytes]
+    read_weights: Callable[[bytes], Any]
+    most_kv: int = LARGEST_BODY
+    most_weights: int = LARGEST_BODY
+
+
+def worker_app(worker: Worker, codec: Codec, clock: Clock | None = None, beat_s: float = BEAT_S) -> Starlette:
     """The application.
 
     Args:
-      worker: started.
-      unpack_kv, pack_kv: between KV of the worker's kind and bytes.
-      read_weights: from the bytes of a safetensors file to what `update_weights` takes.
+      worker: started. Where it has `reset`, that is called before the weights of another session.
+      clock: of the lease.
+      beat_s: seconds between signs of life of a stream in which nothing happens.
     """
+    return _Door(worker, codec, clock or WallClock(), beat_s).app()
 
-    async def body(request: HttpRequest) -> dict:
-        try:
-            found = json.loads(await _read(request, LONGEST_BODY))
-        except ValueError as error:
-            raise ContractError(f"the body is no JSON ({error})") from error
-        if not isinstance(found, dict):
-            raise ContractError("the body must be a JSON object")
-        return found
 
-    async def preempt(request: HttpRequest) -> Response:
-        await worker.preempt(_field(await body(request), "trajectory", str))
+class _Door:
+    def __init__(self, worker: Worker, codec: Codec, clock: Clock, beat_s: float):
+        self._worker, self._codec, self._clock = worker, codec, clock
+        self._lease = Lease()
+        self._instance = os.urandom(8).hex()
+        self._weights_of: str | None = FIRST  # the session that gave them; None while they change hands
+        self._updating = asyncio.Lock()
+        self._generate = Generate(worker, self._check_weights, beat_s)
+
+    def app(self) -> Starlette:
+        routes = [
+            Route("/lease", self._claim, methods=["POST"]),
+            Route("/lease", self._leave, methods=["DELETE"]),
+            Route("/generate", self._generate),
+            Route("/cancel", self._cancel, methods=["POST"]),
+            Route("/preempt", self._preempt, methods=["POST"]),
+            Route("/prioritise", self._prioritise, methods=["POST"]),
+            Route("/release", self._release, methods=["POST"]),
+            Route("/kv/{trajectory:path}", self._export_kv),
+            Route("/kv", self._import_kv, methods=["PUT"]),
+            Route("/weights/{version:int}", self._update, methods=["PUT"]),
+            Route("/load", self._load),
+            Route("/info", self._info),
+            Route("/metrics", self._metrics),
+        ]
+        return Starlette(routes=routes, exception_handlers={VenusError: _failed})
+
+    # Whose it is
+
+    async def _claim(self, http: HttpRequest) -> Response:
+        body = parse(ClaimBody, await read(http, LONGEST_BODY))
+        if self._worker.failure is not None:
+            raise again(self._worker.failure)
+        if self._lease.claim(self._clock.now(), body.run, body.session, body.start):
+            await self._generate.cancel_all(Held(f"the worker was taken over by run {body.run}"))
+        return JSONResponse({**self._description(), "weights_of": self._weights_of})
+
+    async def _leave(self, http: HttpRequest) -> Response:
+        self._lease.leave(_session(http))
         return JSONResponse({})
 
-    async def prioritise(request: HttpRequest) -> Response:
-        fields = await body(request)
-        worker.prioritise(
-            _field(fields, "trajectory", str), _field(fields, "priority", int), _field(fields, "resident", bool)
-        )
+    def _check(self, http: HttpRequest) -> None:
+        self._lease.check(self._clock.now(), _session(http))
+
+    def _check_weights(self, http: HttpRequest) -> None:
+        """Raises Held where the caller may not, or the weights are those of another session."""
+        self._check(http)
+        if self._weights_of not in (FIRST, _session(http)):
+            raise Held("the worker has weights of another caller; give it yours first")
+
+    # Requests
+
+    async def _body(self, http: HttpRequest, kind: type[Body]) -> Any:
+        body = parse(kind, await read(http, LONGEST_BODY))
+        self._check(http)
+        return body
+
+    async def _cancel(self, http: HttpRequest) -> Response:
+        await self._generate.cancel((await self._body(http, TrajectoryBody)).trajectory)
         return JSONResponse({})
 
-    async def release(request: HttpRequest) -> Response:
-        await worker.release(_field(await body(request), "trajectory", str))
+    async def _preempt(self, http: HttpRequest) -> Response:
+        await self._worker.preempt((await self._body(http, TrajectoryBody)).trajectory)
         return JSONResponse({})
 
-    async def export_kv(request: HttpRequest) -> Response:
-        prefix = await worker.export_kv(request.path_params["trajectory"])
+    async def _prioritise(self, http: HttpRequest) -> Response:
+        body = await self._body(http, PrioritiseBody)
+        self._worker.prioritise(body.trajectory, body.priority, body.resident)
+        return JSONResponse({})
+
+    async def _release(self, http: HttpRequest) -> Response:
+        await self._worker.release((await self._body(http, TrajectoryBody)).trajectory)
+        return JSONResponse({})
+
+    # KV and weights
+
+    async def _export_kv(self, http: HttpRequest) -> Response:
+        self._check_weights(http)
+        prefix = await self._worker.export_kv(http.path_params["trajectory"])
         if prefix is None:
             return Response(status_code=204)
-        return Response(await asyncio.to_thread(pack_kv, prefix), media_type="application/octet-stream")
+        data = await asyncio.to_thread(self._codec.pack_kv, prefix)
+        return Response(data, media_type="application/octet-stream")
 
-    async def import_kv(request: HttpRequest) -> Response:
-        data = await _read(request, None)
-        return JSONResponse({"tokens": await worker.import_kv(await asyncio.to_thread(unpack_kv, data))})
+    async def _import_kv(self, http: HttpRequest) -> Response:
+        self._check_weights(http)
+        data = await read(http, self._codec.most_kv)
+        prefix = await asyncio.to_thread(self._codec.unpack_kv, data)
+        self._check_weights(http)  # the worker may have changed hands meanwhile
+        return JSONResponse({"tokens": await self._worker.import_kv(prefix)})
 
-    async def weights(request: HttpRequest) -> Response:
-        params = await asyncio.to_thread(read_weights, await _read(request, None))
-        restart = request.query_params.get("restart") == "1"
-        await worker.update_weights(params, request.path_params["version"], restart)
-        return JSONResponse({})
+    async def _update(self, http: HttpRequest) -> Response:
+        self._check(http)
+        version, session = http.path_params["version"], _session(http)
+        if version >= 2**31:
+            raise ContractError(f"version {version} is no int32")
+        params = await asyncio.to_thread(self._codec.read_weights, await read(http, self._codec.most_weights))
+        async with self._updating:
+            self._check(http)  # the worker may have changed hands meanwhile
+            first = self._weights_of == FIRST and version > self._worker.version
+            if self._weights_of != session and not first:
+                self._weights_of = None
+                await self._generate.cancel_all(Held("the worker was given weights of another caller"))
+                if hasattr(self._worker, "reset"):  # versions of two runs cannot be compared, nor their KV mixed
+                    await self._worker.reset()
+            await self._worker.update_weights(params, version)
+            self._weights_of = session
+        return JSONResponse({"version": self._worker.version})
 
-    async def load(request: HttpRequest) -> Response:
-        return JSONResponse(dataclasses.asdict(worker.load()))
+    # What it says of itself
 
-    async def info(request: HttpRequest) -> Response:
-        failure = None if worker.failure is None else str(worker.failure)
-        return JSONResponse(
-            {
-                "name": worker.name,
-                "slots": worker.slots,
-                "max_length": worker.max_length,
-                "kv_tokens": worker.kv_tokens,
-                "failure": failure,
-            }
-        )
+    def _description(self) -> dict[str, Any]:
+        worker, load = self._worker, dataclasses.asdict(self._worker.load())
+        return {
+            "name": worker.name,
+            "slots": worker.slots,
+            "max_length": worker.max_length,
+            "kv_tokens": worker.kv_tokens,
+            "version": worker.version,
+            "failure": None if worker.failure is None else str(worker.failure),
+            "instance": self._instance,
+            "run": self._lease.run,
+            "lease_s": round(self._lease.left(self._clock.now()), 1),
+            "load": load,
+        }
 
-    async def metrics(request: HttpRequest) -> Response:
+    async def _info(self, http: HttpRequest) -> Response:
+        return JSONResponse(self._description())
+
+    async def _load(self, http: HttpRequest) -> Response:
+        return JSONResponse(dataclasses.asdict(self._worker.load()))
+
+    async def _metrics(self, http: HttpRequest) -> Response:
+        worker = self._worker
         text = exposition(
             "venusrl_worker", dataclasses.asdict(worker.load()), {"worker": worker.name}, LOAD_DESCRIPTIONS
         )
         return PlainTextResponse(text)
 
-    async def failed(request: HttpRequest, error: Exception) -> Response:
-        return _answer(400 if isinstance(error, ContractError) else 503, error)
 
-    async def cancel(request: HttpRequest) -> Response:
-        await generate.cancel(_field(await body(request), "trajectory", str))
-        return JSONResponse({})
-
-    generate = Generate(worker)
-    routes = [
-        Route("/generate", generate),
-        Route("/cancel", cancel, methods=["POST"]),
-        Route("/preempt", preempt, methods=["POST"]),
-        Route("/prioritise", prioritise, methods=["POST"]),
-        Route("/release", release, methods=["POST"]),
-        Route("/kv/{trajectory:path}", export_kv),
-        Route("/kv", import_kv, methods=["PUT"]),
-        Route("/weights/{version:int}", weights, methods=["PUT"]),
-        Route("/load", load),
-        Route("/info", info),
-        Route("/metrics", metrics),
-    ]
-    return Starlette(routes=routes, exception_handlers={VenusError: failed})
+def _session(http: HttpRequest) -> str:
+    return http.headers.get(SESSION_HEADER, NOBODY)
 
 
-class Generate:
-    """The endpoint that streams a turn. Plain ASGI: it has to notice at once when the caller hangs up."""
-
-    def __init__(self, worker: Worker):
-        self._worker = worker
-        self._streams: dict[str, list[tuple[asyncio.Future, asyncio.Event]]] = {}
-
-    async def cancel(self, trajectory: str) -> None:
-        """Ends what streams for `trajectory`, and returns when it has ended."""
-        streams = list(self._streams.get(trajectory, ()))
-        for gone, _ in streams:
-            gone.cancel()
-        for _, ended in streams:
-            await ended.wait()
-
-    async def __call__(self, scope, receive, send) -> None:
-        http = HttpRequest(scope, receive)
-        if http.method != "POST":
-            return await _answer(405, "use POST")(scope, receive, send)
-        try:
-            fields = json.loads(await _read(http, LONGEST_BODY))
-            request = _request(fields)
-        except ValueError as error:
-            return await _answer(400, f"the body is no JSON ({error})")(scope, receive, send)
-        except ContractError as error:
-            return await _answer(400, error)(scope, receive, send)
-        gone, ended = asyncio.ensure_future(_hang_up(receive)), asyncio.Event()
-        streams = self._streams.setdefault(request.trajectory, [])
-        streams.append((gone, ended))
-        begun = False
-        try:
-            async with contextlib.aclosing(self._worker.generate(request)) as chunks:
-                async for chunk in _until(gone, chunks):
-                    if not begun:
-                        headers = [(b"content-type", b"application/x-ndjson")]
-                        await send({"type": "http.response.start", "status": 200, "headers": headers})
-                        begun = True
-                    await _line(send, dataclasses.asdict(chunk))
-        except VenusError as error:
-            if not begun:
-                status = 400 if isinstance(error, ContractError) else 503
-                return await _answer(status, error)(scope, receive, send)
-            await _line(send, {"error": str(error)})
-        finally:
-            gone.cancel()
-            ended.set()
-            streams.remove((gone, ended))
-            if not streams:
-                self._streams.pop(request.trajectory, None)
-        if begun:
-            await send({"type": "http.response.body", "body": b""})
-
-
-def _answer(status: int, error: object) -> JSONResponse:
-    return JSONResponse({"error": str(error)}, status_code=status)
-
-
-async def _until(gone: asyncio.Future, chunks):
-    """Items of `chunks` until they or the caller end."""
-    while True:
-        item = asyncio.ensure_future(anext(chunks))
-        try:
-            await asyncio.wait({item, gone}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if not item.done():
-                item.cancel()
-                await asyncio.wait({item})
-        if item.cancelled():
-            return
-        try:
-            yield item.result()
-        except StopAsyncIteration:
-            return
-
-
-async def _hang_up(receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _line(send, fields: dict) -> None:
-    await send({"type": "http.response.body", "body": json.dumps(fields).encode() + b"\n", "more_body": True})
-
-
-async def _read(request: HttpRequest, most: int | None) -> bytes:
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if most is not None and size > most:
-            raise ContractError(f"the body has more than {most} bytes")
-        parts.append(part)
-    return b"".join(parts)
-
-
-def _request(fields: Any) -> Request:
-    if not isinstance(fields, dict):
-        raise ContractError("the body must be a JSON object")
-    tokens = _field(fields, "tokens", list)
-    if not all(type(token) is int and token >= 0 for token in tokens):
-        raise ContractError("tokens must be token ids")
-    return Request(
-        _field(fields, "trajectory", str),
-        tokens,
-        _field(fields, "max_tokens", int),
-        float(_field(fields, "temperature", (int, float), 1.0)),
-        _field(fields, "seed", int, 0),
-        _field(fields, "namespace", str, ""),
-    )
-
-
-def _field(fields: dict, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-    value = fields.get(name, default)
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ContractError(f"{name}={value!r}: give {getattr(kind, '__name__', 'a number')}")
-    return value
-
-
-def error_of(status: int, text: str) -> VenusError:
-    """What a client raises for an answer that is no success."""
-    try:
-        text = json.loads(text)["error"]
-    except (ValueError, KeyError, TypeError):
-        text = f"HTTP {status}: {text[:200]}"
-    return ContractError(text) if status == 400 else WorkerError(text)
+async def _failed(http: HttpRequest, error: Exception) -> Response:
+    return answer(status_of(error), error)
