@@ -179,6 +179,8 @@ RUN: Mapping[str, Limit] = {
     "rollout.env_s": _SECONDS,
     "rollout.workers": Whole(1, 1024),
     "rollout.addresses": Members(Address()),
+    "rollout.reconnect_s": _SECONDS,
+    "rollout.key_file": Text(empty=True),
     "rollout.slots": Whole(1, 65536),
     "rollout.lanes": Whole(0, 1024),
     "rollout.max_length": Whole(2, 2**24),

@@ -254,10 +254,7 @@ class RemoteWorker:
                     said = parse(ChunkAnswer, line) if line else None
                     if said is not None and said.error is not None:
                         raise self._refused(tenure, said.status, line)
-                    chunk = (
-                        None if said is None else Chunk(said.tokens, said.logprobs, said.version, said.stop, said.top)
-                    )
-                    items.put_nowait(chunk)
+                    items.put_nowait(None if said is None else said.chunk())
             raise httpx.RemoteProtocolError("its answer ended before its time")  # of no use after a last chunk
         except (httpx.HTTPError, VenusError) as error:
             items.put_nowait(error)
