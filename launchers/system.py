@@ -114,6 +114,9 @@ def load_model(config: config_dict.ConfigDict) -> Model:
     chat = ChatFormat(found.tokenizer)
     if config.model.source == "gguf":
         chat.check_template(found.files.chat_template)
+    if found.files.prefix:
+        begin = [found.tokenizer.token(i) for i in found.files.prefix]
+        logging.warning("%s: its sequences begin with %s, which ChatML leaves out", config.model.checkpoint, begin)
     chat.stop_tokens = tuple(dict.fromkeys((*chat.stop_tokens, *found.files.stop_tokens)))
     return Model(found.config, found.tokenizer, chat, found.read(), found.files)
 
