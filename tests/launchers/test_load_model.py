@@ -71,6 +71,14 @@ def test_ends_of_the_model_are_stop_tokens(folder, tokenizer):
     assert model.files.chat_template == "{{ messages }}"
 
 
+def test_a_begin_of_sequence_that_is_left_out_is_told(folder, caplog):
+    settings = {"bos_token": "<|endoftext|>", "add_bos_token": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    model = system.load_model(config_for(folder))
+    assert model.files.prefix == (model.tokenizer.end_of_text,)
+    assert "its sequences begin with ['<|endoftext|>']" in caplog.text
+
+
 def test_a_name_is_compared_with_all_of_the_folder(folder):
     with pytest.raises(CheckpointError) as caught:
         system.load_model(config_for(folder, "tiny"))

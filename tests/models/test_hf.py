@@ -121,7 +121,10 @@ def _with(*names):
 CAUSES = {
     "a shard is missing": (_without("layers.1."), "The file is incomplete"),
     "more layers": (_with("model.layers.2.mlp.up_proj.weight"), "more layers than the 2 of this shape"),
-    "another size": (lambda t: t.update({n: x[..., :-1] for n, x in t.items()}), "of another size"),
+    "another size": (
+        lambda t: t.update({n: x[..., :-1] for n, x in t.items()}),
+        "of another size than config.json or model.name say",
+    ),
     "LoRA": (_with("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"), "an adapter's .*merge it"),
     "quantised": (_renamed("proj.weight", "proj.qweight"), "the weights are quantised"),
     "experts": (_renamed("mlp.up_proj", "mlp.experts.0.up_proj"), "a mixture of experts"),

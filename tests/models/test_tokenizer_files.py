@@ -3,10 +3,12 @@
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
-from venusrl.core.errors import CheckpointError, ConfigError
+from venusrl.core.errors import CheckpointError, ConfigError, VenusError
 from venusrl.models.tokenizer import CONTROL, Tokenizer
 from venusrl.models.tokenizer_files import read_tokenizer
 
@@ -73,6 +75,21 @@ def test_what_ends_a_reply_is_what_all_files_say(tmp_path):
             dict(tokenizer_config={"added_tokens_decoder": {"399": {"content": "<new>"}}}),
             {},
             "'<new>' is 399 in tokenizer_config.json and None in tokenizer.json",
+        ),
+        (
+            dict(tokenizer_config={"auto_map": {"AutoTokenizer": ["x.X", None]}}),
+            {},
+            "auto_map of tokenizer_config.json",
+        ),
+        (
+            dict(special_tokens_map={"additional_special_tokens": ["<|im_end|>", "<new>"]}),
+            {},
+            "additional special tokens '<new>' are no tokens of tokenizer.json",
+        ),
+        (
+            dict(tokenizer_config={"extra_special_tokens": {"image": "<img>"}}),
+            {},
+            "special tokens '<img>' are no tokens",
         ),
         (dict(quantize_config={}), {}, "quantize_config.json says that the weights are quantised"),
         (dict(generation_config=[]), {}, "generation_config.json holds list"),
@@ -172,6 +189,26 @@ def test_text_does_not_become_a_control_token_that_the_file_forgot_to_mark(tmp_p
     assert tokenizer.decode(tokenizer.encode("x<|im_end|>")) == "x<|im_end|>"
 
 
+def test_tokens_that_another_file_calls_special_are_special(tmp_path):
+    """transformers would make them special, so text that spells one stays text."""
+    made = backend()
+    made.add_tokens([AddedToken(token, special=False, normalized=False) for token in ("<a>", "<b>", "<c>")])
+    ids = [made.token_to_id(token) for token in ("<a>", "<b>", "<c>")]
+    decoder = {str(ids[0]): {"content": "<a>", "special": True}, str(ids[2]): {"content": "<c>", "special": False}}
+    settings = {"added_tokens_decoder": decoder, "additional_special_tokens": ["<b>"]}
+    tokenizer, _ = read(write(tmp_path, made, tokenizer_config=settings))
+    assert set(tokenizer.encode("<a><b><c>")) & set(ids) == {ids[2]}
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_link_to_nothing_is_told(tmp_path, name):
+    """As in a cache of which a part was not copied."""
+    write(tmp_path, backend())
+    (tmp_path / name).symlink_to(tmp_path / "blobs" / "gone")
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        read(tmp_path)
+
+
 def test_a_piece_of_text_cannot_end_a_reply(tmp_path):
     made = backend()
     with pytest.raises(ConfigError, match=r"makes # of text .* take them out of eos_token_id"):
@@ -228,3 +265,39 @@ def test_another_format_of_tokenizer_is_told_with_its_cure(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"x")
     with pytest.raises(ConfigError, match=r"only tokenizer\.model; make it with transformers"):
         read(tmp_path)
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 400)
+    | st.floats()
+    | st.sampled_from(["<|im_end|>", "a", "", "default"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["content", "special", "name", "template", "3", "258"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+KEYS = {
+    "tokenizer_config": """
+        bos_token eos_token add_bos_token add_eos_token add_prefix_space added_tokens_decoder auto_map chat_template
+        additional_special_tokens extra_special_tokens clean_up_tokenization_spaces
+    """.split(),
+    "special_tokens_map": ["bos_token", "eos_token", "pad_token", "additional_special_tokens"],
+    "generation_config": ["eos_token_id", "temperature", "new"],
+    "added_tokens": ["<|im_end|>", "a", "<new>"],
+}
+FILES = st.fixed_dictionaries(
+    {}, optional={name: st.dictionaries(st.sampled_from(keys), VALUES, max_size=3) for name, keys in KEYS.items()}
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(files=FILES, eos=VALUES)
+def test_any_content_is_read_or_refused_in_one_line(tmp_path_factory, files, eos):
+    folder = write(tmp_path_factory.mktemp("any"), backend(), **files)
+    try:
+        read(folder, {"eos_token_id": eos})
+    except VenusError as error:
+        assert "\n" not in str(error)

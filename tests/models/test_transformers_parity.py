@@ -115,6 +115,24 @@ def test_an_exported_tokenizer_makes_the_same_tokens_and_prompts(tmp_path, token
     assert ChatFormat(tokenizer).prompt(messages) == list(rendered)
 
 
+@pytest.mark.parametrize("name", ["qwen3, untied, YaRN", "llama 3", "qwen2", "llama, biases"])
+def test_a_folder_that_transformers_saves_is_read_as_the_same_model(tmp_path, tokenizer, name):
+    config = dataclasses.replace(BASE, **SHAPES[name])
+    params = random_params(config)
+    stop = (tokenizer.im_end, tokenizer.end_of_text)
+    folder.write_folder(tmp_path / "ours", params, config, tokenizer, TokenizerFiles(), stop)
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").save_pretrained(
+        tmp_path / "theirs", max_shard_size="20KB"
+    )
+    transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
+    again = folder.open_folder(tmp_path / "theirs")
+    assert again.config == config
+    assert set(again.files.stop_tokens) == set(stop)
+    assert again.files.chat_template
+    jax.tree.map(np.testing.assert_array_equal, again.params(), params)
+    assert [again.tokenizer.encode(text) for text in HARD] == [tokenizer.encode(text) for text in HARD]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_rotary_frequencies_equal_those_of_transformers(seed):
     """Random parameters of every kind, read from a config.json as transformers writes it."""

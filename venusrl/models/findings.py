@@ -100,7 +100,7 @@ class Findings:
                 f"The file has more layers than the {self.config.layers} of this shape; fix model.name or config.json"
             )
         if self.misshapen and not extra:
-            return "The file is of another size; fix model.name, or leave it empty to take the shape from config.json"
+            return "The weights are of another size than config.json or model.name say; copy the files of one model"
         if extra:
             return "The file is of another model; fix model.name or model.checkpoint"
         return "The file is incomplete: a part of it was not copied, or it is of a smaller model"

@@ -6,6 +6,7 @@ Sources: transformers' tokenization_utils_base.py and generation/configuration_u
 """
 
 import dataclasses
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ class TokenizerFiles:
 
 
 def _optional(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
+    return read_json(path) if os.path.lexists(path) else {}  # a link to nothing is a file that was not copied
 
 
 def read_tokenizer(folder: Path, config: Mapping[str, Any], vocab_size: int) -> tuple[Tokenizer, TokenizerFiles]:
@@ -102,7 +103,12 @@ def read_tokenizer(folder: Path, config: Mapping[str, Any], vocab_size: int) -> 
     for kind, token in named.items():
         if token and plain.token_id(token) is None:
             problems.append(f"{kind}_token={token!r} is no token of {TOKENIZER}")
-    _check_added(settings, _optional(folder / "added_tokens.json"), plain, problems)
+    lists = [_list(said, f"{kind}_special_tokens") for said in (settings, special) for kind in ("additional", "extra")]
+    more = [_spelled(token) for tokens in lists for token in tokens]
+    absent = [token for token in more if plain.token_id(token) is None]
+    if absent:
+        problems.append(f"additional special tokens {', '.join(map(repr, absent[:5]))} are no tokens of {TOKENIZER}")
+    more += _check_added(settings, _optional(folder / "added_tokens.json"), plain, problems)
     _check_settings(settings, problems)
     if plain.vocab_size > vocab_size:
         problems.append(f"{TOKENIZER} has ids up to {plain.vocab_size - 1}, the embedding {vocab_size} rows")
@@ -115,8 +121,8 @@ def read_tokenizer(folder: Path, config: Mapping[str, Any], vocab_size: int) -> 
         ends.append(plain.token_id(named["eos"]))
     stop_tokens = tuple(dict.fromkeys(ends))
     control = [plain.token(id_) for id_ in stop_tokens] + [named[kind] for kind in ("bos", "eos", "pad") if named[kind]]
-    tokenizer = plain.with_control(control)
-    notes += _unused(settings, generation)
+    tokenizer = plain.with_control([*control, *more])
+    notes += _unused(folder, settings, generation)
     prefix = tokenizer.prefix
     if settings.get("add_bos_token") is not None:
         prefix = (tokenizer.token_id(named["bos"]),) if settings["add_bos_token"] else ()
@@ -148,8 +154,18 @@ def _ids(said: Mapping[str, Any], key: str, file: str, problems: list[str]) -> l
     return list(ids)
 
 
-def _check_added(settings: Mapping, added: Mapping, tokenizer: Tokenizer, problems: list[str]) -> None:
-    """Tokens that are listed again beside tokenizer.json must be the same there: transformers would add them."""
+def _list(said: Mapping[str, Any], key: str) -> list:
+    value = said.get(key)
+    value = list(value.values()) if isinstance(value, dict) else value  # transformers 5 may name them
+    return value if isinstance(value, list) else []
+
+
+def _check_added(settings: Mapping, added: Mapping, tokenizer: Tokenizer, problems: list[str]) -> list[str]:
+    """Tokens that are listed again beside tokenizer.json must be the same there: transformers would add them.
+
+    Returns:
+      those that are said to be special.
+    """
     listed: list[tuple[str, Any, str]] = [(token, id_, "added_tokens.json") for token, id_ in added.items()]
     decoder = settings.get("added_tokens_decoder") or {}
     if not isinstance(decoder, dict):
@@ -163,9 +179,12 @@ def _check_added(settings: Mapping, added: Mapping, tokenizer: Tokenizer, proble
     ]
     more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
     problems += [", ".join(wrong[:5]) + more] if wrong else []
+    return [_spelled(t) for t in decoder.values() if isinstance(t, dict) and t.get("special") is True]
 
 
 def _check_settings(settings: Mapping, problems: list[str]) -> None:
+    if settings.get("auto_map"):
+        problems.append("auto_map of tokenizer_config.json: the tokenizer is code of the model's own, which is not run")
     if settings.get("add_eos_token"):
         problems.append("add_eos_token of tokenizer_config.json puts an end after every text")
     if settings.get("add_bos_token") and not _spelled(settings.get("bos_token")):
@@ -177,7 +196,7 @@ def _check_settings(settings: Mapping, problems: list[str]) -> None:
 def _template(folder: Path, settings: Mapping) -> str | Mapping[str, str]:
     """chat_template.jinja comes before the field of tokenizer_config.json, as in transformers."""
     path = folder / _TEMPLATE
-    if path.is_file():
+    if os.path.lexists(path):
         try:
             return path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
@@ -194,8 +213,13 @@ def _template(folder: Path, settings: Mapping) -> str | Mapping[str, str]:
     return template or ""
 
 
-def _unused(settings: Mapping, generation: Mapping) -> Iterable[str]:
+def _unused(folder: Path, settings: Mapping, generation: Mapping) -> Iterable[str]:
     """One line for each thing that is asked for and not done."""
+    named = [t.get("name") for t in _list(settings, "chat_template") if isinstance(t, dict)]
+    named += sorted(path.stem for path in (folder / "additional_chat_templates").glob("*.jinja"))
+    others = [str(name) for name in named if name not in ("default", "tool_use")]
+    if others:
+        yield f"chat templates {', '.join(others)} not used; those called default and tool_use are"
     defaults = {k: v for k, v in generation.items() if k not in _GENERATION_KNOWN and v is not None}
     if defaults:
         shown = ", ".join(f"{key}={value!r}" for key, value in sorted(defaults.items()))
