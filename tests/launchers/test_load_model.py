@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 import pytest
-from tokenizers import AddedToken, models
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from configs import base
@@ -71,12 +71,16 @@ def test_ends_of_the_model_are_stop_tokens(folder, tokenizer):
     assert model.files.chat_template == "{{ messages }}"
 
 
-def test_a_begin_of_sequence_that_is_left_out_is_told(folder, caplog):
+def test_without_a_template_sequences_begin_as_the_files_say(folder, tokenizer):
+    (folder / "chat_template.jinja").unlink()
+    hello = [{"role": "user", "content": "a"}]
+    plain = system.load_model(config_for(folder)).chat.prompt(hello)
     settings = {"bos_token": "<|endoftext|>", "add_bos_token": True}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     model = system.load_model(config_for(folder))
     assert model.files.prefix == (model.tokenizer.end_of_text,)
-    assert "its sequences begin with ['<|endoftext|>']" in caplog.text
+    assert model.chat.prompt(hello) == [tokenizer.end_of_text, *plain]
+    assert model.chat.observation("o", tokenizer.im_end)[0] != tokenizer.end_of_text  # at the beginning alone
 
 
 def test_a_name_is_compared_with_all_of_the_folder(folder):
@@ -121,17 +125,36 @@ def test_what_is_not_there_is_named(tmp_path):
         system.check(config_for(tmp_path, "tinny"))
 
 
-def test_a_llama_without_chatml_loads_as_a_model(folder):
-    """Its chat format is another matter: that is refused in one line, or the model's own template is used."""
-    backend = Backend(models.BPE())
-    backend.add_special_tokens([AddedToken("<|eot_id|>", special=True, normalized=False)])
+LLAMA = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|start|>' + m.role + '<|end|>\n\n' + m.content | trim + '<|eot_id|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant<|end|>\n\n' }}{% endif %}"
+)
+
+
+def test_a_llama_without_chatml_is_rendered_by_its_own_template_or_refused_in_one_line(folder, tokenizer):
+    special = ["<|begin|>", "<|start|>", "<|end|>", "<|eot_id|>"]
+    backend = Backend.from_str(tokenizer._backend.to_str().replace("|im_", "|no_").replace("<|endoftext|>", "<|none|>"))
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     backend.save(str(folder / "tokenizer.json"))
+    end = backend.token_to_id("<|eot_id|>")
     described = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(described | {"eos_token_id": 0}))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
-    found = system.describe_model(config_for(folder))
-    assert found.files.stop_tokens == (0,)
-    assert set(found.read()) >= {"embedding", "layer_0"}
+    (folder / "config.json").write_text(json.dumps(described | {"eos_token_id": end}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|begin|>"}))
+    (folder / "chat_template.jinja").write_text(LLAMA)
+    model = system.load_model(config_for(folder))
+    assert model.chat.stop_tokens == (end,) and model.chat.note is None and not model.chat.reads_calls
+    ids = model.chat.prompt([{"role": "user", "content": " a <|eot_id|> "}])
+    assert ids.count(end) == 1 and ids[0] == backend.token_to_id("<|begin|>")
+    ids += [*model.tokenizer.encode("text"), end]
+    ids += model.chat.observation("o", end)
+    text = "<|start|>user<|end|>\n\na <|eot_id|><|eot_id|><|start|>assistant<|end|>\n\ntext<|eot_id|>"
+    text = f"<|begin|>{text}<|start|>user<|end|>\n\no<|eot_id|><|start|>assistant<|end|>\n\n"
+    assert model.tokenizer.decode(ids, keep_control=True) == text
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match="which ChatML needs"):
+        system.load_model(config_for(folder))
+    assert set(system.describe_model(config_for(folder)).read()) >= {"embedding", "layer_0"}
 
 
 def test_a_gguf_file_gives_its_shape_too(tmp_path):
