@@ -273,3 +273,13 @@ async def test_weights_of_another_run_replace_everything(params):
         assert inner.load().running == inner.load().waiting == 0 and other.version == 2
         await other.update_weights(params[1], 3)
         await other.close()
+
+
+async def test_the_most_likely_tokens_come_over_the_wire(params):
+    async with served(params[0]) as (client, inner, _):
+        request = Request("t", [5, 6, 7], 6, 1.0, 5, top_logprobs=3)
+        there = [chunk.top for chunk in await collect(client, request)]
+        await client.release("t")
+        here = [chunk.top for chunk in await collect(inner, Request("u", [5, 6, 7], 6, 1.0, 5, top_logprobs=3))]
+        flat = [[pair for top in tops for pair in top] for tops in (there, here)]
+        assert flat[0] == flat[1] and all(len(place) == 3 for place in flat[0])

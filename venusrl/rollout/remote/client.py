@@ -256,7 +256,7 @@ class RemoteWorker:
                         raise self._refused(tenure, said.status, line)
                     items.put_nowait(None if said is None else said.chunk())
             raise httpx.RemoteProtocolError("its answer ended before its time")  # of no use after a last chunk
-        except (httpx.HTTPError, VenusError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the turn that waits here has to hear of it
             items.put_nowait(error)
 
     def _check_version(self, tenure: _Tenure, least: int, chunk: Chunk) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from venusrl.core.errors import ContractError
-from venusrl.rollout.worker import MOST_TOP
+from venusrl.rollout.worker import MOST_TOP, Chunk
 
 SESSION_HEADER = "venus-session"  # whose call it is; see lease.py
 BEAT_S = 5.0  # seconds after which a stream in which nothing happens says so, with an empty line
@@ -70,6 +70,9 @@ class ChunkAnswer(Answer):
     top: list[list[tuple[int, float]]] | None = None
     error: str | None = None
     status: int = 503
+
+    def chunk(self) -> Chunk:
+        return Chunk(self.tokens, self.logprobs, self.version, self.stop, self.top)
 
 
 class Description(Answer):
