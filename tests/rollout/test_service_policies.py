@@ -51,6 +51,25 @@ async def test_every_policy_brings_every_trajectory_to_its_end(name):
     await bench.service.close()
 
 
+async def test_the_service_says_where_the_lengths_of_its_turns_came_from():
+    """Nothing predicts live: the first turns have nothing to go by, those of mates of a finished one its length."""
+    bench = Loose(ScriptedWorker(SCRIPT, slots=1), policy=make_policy("venus"))
+    group = Group("g0", 0, 0, 0, [Trajectory(f"g0/{i}", "g0", i, seed=i) for i in range(3)])
+    bench.service.open_group(group)
+    for t in group.trajectories:
+        bench.service.start(t, ScriptedEnv(turns=2))
+        await bench.outcome()
+    alone = {"predictor": 0, "group_mean": 4, "run_mean": 0, "none": 2}
+    assert bench.service.length_sources == alone
+    bench.service.close_group("g0")
+    bench.start(ScriptedEnv(turns=1), "g1/0")
+    await bench.outcome()
+    assert bench.service.length_sources == alone | {"run_mean": 1}
+    await bench.service.close()
+    for name in sorted(set(POLICIES) - {"venus", "fcfs_priority"}):
+        assert Loose(policy=make_policy(name)).service.length_sources == {}
+
+
 @pytest.mark.parametrize("name", sorted(POLICIES))
 async def test_every_policy_goes_on_when_a_worker_fails(name):
     policy = make_policy(name, SchedulerOptions(batch_groups=2, eta=1))
