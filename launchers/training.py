@@ -154,6 +154,7 @@ class TrainingRun:
     # The loop
 
     async def _train(self) -> None:
+        self._rollout.service.resumed(self.step)
         for group in [*self.coordinator.open_groups, *self.coordinator.ready_groups]:
             self._rollout.service.open_group(group)
         for group in self.coordinator.ready_groups:

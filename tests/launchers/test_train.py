@@ -27,6 +27,10 @@ def test_a_run_leaves_its_records(finished):
         if "reward" in row:
             assert 0.0 <= row["reward"] <= 1.0 and row["staleness_max"] == 0.0  # async_factor 1.0
             assert row["generated_tokens"] > 0 and row["failed_groups"] == 0 and row["checkpoint_failures"] == 0
+            assert all(value is not None for value in row.values())  # no number that JSON has no word for
+            sources = {name: row[f"length_from_{name}"] for name in ("predictor", "group_mean", "run_mean", "none")}
+            assert sources["predictor"] == 0 and sum(sources.values()) > 0  # nothing predicts live
+            assert row["nothing_to_learn"] in (0.0, 1.0) and row["nonfinite_steps"] == 0
     minutes = [row["train_minutes"] for row in rows]
     assert minutes == sorted(minutes) and minutes[-1] > 0
 

@@ -176,8 +176,13 @@ def test_init_is_seeded_and_abstract_state_describes_it(shared):
     chex.assert_trees_all_equal(copy(shared.state), first)
 
 
-def test_kl_reference_stays_while_parameters_move():
-    learner = tiny.learner(Grpo(kl_coef=0.2))
+@pytest.fixture(scope="module")
+def with_kl():
+    return tiny.learner(Grpo(kl_coef=0.2))
+
+
+def test_kl_reference_stays_while_parameters_move(with_kl):
+    learner = with_kl
     learner.start_from(tiny.params())
     batch = tiny.batch(0, REWARDS)
     old = np.concatenate(learner.score(batch.trajectories))
@@ -268,8 +273,8 @@ def test_an_update_whose_advantages_are_all_0_moves_nothing_and_says_so(learner)
     assert np.abs(before["embedding"] - np.asarray(learner.state.params["embedding"])).max() > 1e-5
 
 
-def test_a_kl_term_is_something_to_learn_from_without_advantages():
-    learner = tiny.learner(Grpo(kl_coef=0.1))
+def test_a_kl_term_is_something_to_learn_from_without_advantages(with_kl):
+    learner = with_kl
     learner.start_from(tiny.params())
     learner.update(tiny.batch(0, REWARDS))  # away from the reference
     before = copy(learner.state.params)

@@ -3,7 +3,10 @@
 import pytest
 
 from venusrl.core.errors import SandboxLost
+from venusrl.core.group import Group
+from venusrl.core.trajectory import Trajectory
 from venusrl.rollout.evaluation import Evaluation, evaluate
+from venusrl.scheduling import POLICIES, SchedulerOptions, make_policy
 
 from .bench import SCRIPT, Bench
 from .scripted import ScriptedEnv, ScriptedWorker
@@ -101,3 +104,17 @@ async def test_what_stays_lost_is_named_and_is_no_failure_of_the_policy():
 def test_nothing_has_no_rate():
     """Infrastructure that fails is not a policy that fails."""
     assert Evaluation((), ("task 0: SandboxLost",)).rate is None
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+async def test_a_hundred_tasks_change_nothing_for_the_batch_that_training_waits_for(name):
+    """Under every policy they come to their end; those that rank groups want eight groups before and after."""
+    policy = make_policy(name, SchedulerOptions(batch_groups=8))
+    bench = Bench(ScriptedWorker(SCRIPT, slots=8), policy=policy)
+    bench.service.open_group(Group("g0", 0, 0, 0, [Trajectory("g0/0", "g0", 0)]))
+    result = await run(bench.service, Tasks(100, fails={7: 1}), 100, concurrency=16)
+    assert len(result.trajectories) == 100 and result.lost == ()
+    if name in ("venus", "fcfs_priority"):
+        assert policy._groups._cut._capacity == 8 and len(policy._groups._cut) == 1
+        assert not policy._groups._evaluations
+    await bench.service.close()

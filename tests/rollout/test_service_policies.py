@@ -1,13 +1,19 @@
 """The service under every scheduling policy, and what a policy decides carried out: priority, waking, a lost worker."""
 
 import asyncio
+import math
 
 import pytest
 
-from venusrl.core.errors import ContractError, WorkerError
+from venusrl.coordinator.coordinator import CoordinatorOptions
+from venusrl.core.errors import ConfigError, ContractError, WorkerError
 from venusrl.core.group import Group
 from venusrl.core.trajectory import Trajectory
+from venusrl.learner.objectives.grpo import Grpo
+from venusrl.learner.step import StepOptions
+from venusrl.rollout.service import RolloutOptions
 from venusrl.scheduling import POLICIES, SchedulerOptions, make_policy
+from venusrl.scheduling.groups import CRITICAL, DUE
 from venusrl.scheduling.protocol import ActionDone, ActionReady, Admit, Prioritise, Wake
 
 from .bench import SCRIPT, Bench, until
@@ -49,6 +55,25 @@ async def test_every_policy_brings_every_trajectory_to_its_end(name):
     assert all(not w.standing for w in workers)
     bench.check_idle()
     await bench.service.close()
+
+
+async def test_the_service_says_where_the_lengths_of_its_turns_came_from():
+    """Nothing predicts live: the first turns have nothing to go by, those of mates of a finished one its length."""
+    bench = Loose(ScriptedWorker(SCRIPT, slots=1), policy=make_policy("venus"))
+    group = Group("g0", 0, 0, 0, [Trajectory(f"g0/{i}", "g0", i, seed=i) for i in range(3)])
+    bench.service.open_group(group)
+    for t in group.trajectories:
+        bench.service.start(t, ScriptedEnv(turns=2))
+        await bench.outcome()
+    alone = {"predictor": 0, "group_mean": 4, "run_mean": 0, "none": 2}
+    assert bench.service.length_sources == alone
+    bench.service.close_group("g0")
+    bench.start(ScriptedEnv(turns=1), "g1/0")
+    await bench.outcome()
+    assert bench.service.length_sources == alone | {"run_mean": 1}
+    await bench.service.close()
+    for name in sorted(set(POLICIES) - {"venus", "fcfs_priority"}):
+        assert Loose(policy=make_policy(name)).service.length_sources == {}
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
@@ -226,3 +251,31 @@ async def test_kv_that_arrives_damaged_costs_a_prefill_only():
     target.import_kv = refuse
     outcome = await bench.run(ScriptedEnv(turns=2))
     assert outcome.lost is None and bench.service.moved == 0 and len(target.requests) == 1
+
+
+async def test_groups_of_a_run_that_goes_on_are_due_by_the_version_it_goes_on_from():
+    policy = make_policy("venus", SchedulerOptions(batch_groups=1, eta=1))
+    bench = Loose(policy=policy)
+    bench.service.resumed(5)
+    for name, version in (("g7", 5), ("g6", 4)):
+        bench.service.open_group(Group(name, 0, 0, version, [Trajectory(f"{name}/0", name, 0)]))
+    assert (policy._groups.klass("g6"), policy._groups.klass("g7")) == (DUE, CRITICAL)
+    await bench.service.close()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e39])
+def test_options_that_are_no_numbers_are_refused(value):
+    with pytest.raises(ConfigError, match=r"rollout\.temperature="):
+        RolloutOptions(temperature=value)
+    with pytest.raises(ConfigError, match=r"rollout\.temperature="):
+        StepOptions(temperature=value)
+    if value != 1e39:
+        with pytest.raises(ConfigError, match="env_s="):
+            RolloutOptions(env_s=value)
+    if value != 1e39:
+        with pytest.raises(ConfigError, match="async_factor="):
+            CoordinatorOptions(async_factor=value)
+    if not value > 0 or math.isinf(value):
+        for name in ("clip_low", "kl_coef", "entropy_coef", "tis_cap"):
+            with pytest.raises(ConfigError, match=rf"learner\.{name}="):
+                Grpo(**{name: value})

@@ -37,9 +37,10 @@ class CoordinatorOptions:
             raise ConfigError(
                 f"group_size={self.group_size}, batch_groups={self.batch_groups}; both must be at least 1"
             )
-        if self.async_factor < 1.0:
+        if not 1.0 <= self.async_factor < math.inf:  # false of nan, too
             raise ConfigError(
-                f"async_factor={self.async_factor} is below 1.0, which is strictly on-policy; use 1.0 or more"
+                f"async_factor={self.async_factor} is below 1.0, which is strictly on-policy, or no number; use 1.0 or "
+                "more"
             )
         if self.max_refills < 0:
             raise ConfigError(f"max_refills={self.max_refills} is negative; use 0 to fail a group at once")

@@ -164,6 +164,10 @@ class RolloutService:
         """Tells the policy that a group is ready, or (`ready` False) has failed or was discarded."""
         self._dispatcher.observe(GroupClosed(self._clock.now(), group_id, ready))
 
+    def resumed(self, version: int) -> None:
+        """Tells the policy of which version the workers' weights are; groups of a run that goes on may be due."""
+        self._dispatcher.observe(VersionPublished(self._clock.now(), version))
+
     def batch_taken(self, groups: int) -> None:
         """Tells the policy that the trainer took `groups` ready ones."""
         self._dispatcher.observe(BatchTaken(self._clock.now(), groups))

@@ -3,6 +3,8 @@
 import dataclasses
 import statistics
 
+from venusrl.sim.worker import SimWorker
+
 
 @dataclasses.dataclass
 class Report:
@@ -47,3 +49,14 @@ class Report:
     @property
     def discard_rate(self) -> float:
         return statistics.fmean([d for _, d in self.discards]) if self.discards else 0.0
+
+    def count(self, worker: SimWorker) -> None:
+        """Adds what a worker did, once it is gone or the run has ended."""
+        self.prefilled += worker.prefilled
+        self.hit += worker.hit
+        self.kept += worker.kept_hit
+        self.returned += worker.returned
+        self.retracted += worker.retracted
+        self.active += worker.slot_s
+        self.decoding += worker.decode_s
+        self.prefilling += worker.prefill_s

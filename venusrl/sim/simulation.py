@@ -170,7 +170,7 @@ class Simulation:
             self.live[gone].coming = None
             self._keep(self.live[gone], made)
             self.policy.observe(ActionDone(self.now, gone, made, True))
-        self._count_worker(worker)
+        self.report.count(worker)
         self._tell(WorkerDown(self.now, name))
         for gone in stopped:
             self._ready(self.live[gone])
@@ -405,7 +405,8 @@ class Simulation:
         discarded = self.coordinator.published(version)
         self._tell(VersionPublished(self.now, version))
         for live in restarted:
-            self._restart(live)
+            if self.live.get(live.name) is live:  # not ended with its group, which failed meanwhile
+                self._restart(live)
         for group in discarded:
             self._discard(group)
         self._open_groups()
@@ -430,48 +431,62 @@ class Simulation:
         if live.name in self._doomed:
             self._doomed.discard(live.name)
             return
-        fresh = self.coordinator.trajectory_lost(live.trajectory, "its request was aborted by a weight update")
-        self._unstarted.appendleft(fresh)
+        self._refill(live.trajectory, "its request was aborted by a weight update")
+
+    def _refill(self, trajectory: Trajectory, reason: str) -> None:
+        """Another one in the place of one that was lost; where its group has had all its refills, it fails."""
+        group = self.coordinator.group(trajectory.group_id)
+        fresh = self.coordinator.trajectory_lost(trajectory, reason)
+        if fresh is None:
+            self._discard(group)
+        else:
+            self._unstarted.appendleft(fresh)
         self._start()
+
+    def lose(self, name: str, reason: str = "lost") -> None:
+        """A trajectory is lost where it stands: its slot is free, its tokens are wasted, and it is refilled."""
+        live = self.live[name]
+        self._cancel(live)
+        if name in self._doomed:
+            self._doomed.discard(name)
+            self._start()
+            return
+        self._refill(live.trajectory, reason)
+        self._open_groups()  # a group that failed is made up for, and may have been what others waited for
+        self._train()
+        self._publish()
 
     def _discard(self, group: Group) -> None:
         self._tell(GroupClosed(self.now, group.id, ready=False))
         for trajectory in group.trajectories:
             live = self.live.get(trajectory.id)
             if live is None:
-                if trajectory.finished:
+                if trajectory.reward is not None:
                     self._throw_away(trajectory.info["tokens"], trajectory.info["tokens"])
             elif self._system.cancels:
-                if live.worker is not None and live.name in live.worker.requests:
-                    self._keep(live, live.worker.preempt(self.now, live.name))
-                    self._watch(live.worker)
-                self._throw_away(live.generated, live.spec.generated)
-                self.policy.observe(ActionDone(self.now, live.name, 0, True))
-                self._leave(live, lost=True)
+                self._cancel(live)
             else:
                 self._doomed.add(live.name)
+
+    def _cancel(self, live: _Live) -> None:
+        """Ends a trajectory wherever it is; what it generated is wasted."""
+        if live.worker is not None and live.name in live.worker.requests:
+            self._keep(live, live.worker.preempt(self.now, live.name))
+            self._watch(live.worker)
+        self._throw_away(live.generated, live.spec.generated)
+        self.policy.observe(ActionDone(self.now, live.name, 0, True))
+        self._leave(live, lost=True)
 
     def _throw_away(self, generated: int, length: int) -> None:
         """`generated` tokens of a trajectory that has, or would have had, `length` of them."""
         self.report.wasted += generated
         self.report.discards.append((length, True))
 
-    def _count_worker(self, worker: SimWorker) -> None:
-        r = self.report
-        r.prefilled += worker.prefilled
-        r.hit += worker.hit
-        r.kept += worker.kept_hit
-        r.returned += worker.returned
-        r.retracted += worker.retracted
-        r.active += worker.slot_s
-        r.decoding += worker.decode_s
-        r.prefilling += worker.prefill_s
-
     def _summarise(self, wall_s: float) -> None:
         r = self.report
         asked, kept = (sum(getattr(w, n) for w in self.workers.values()) for n in ("asked", "kept_asked"))
         for worker in self.workers.values():
-            self._count_worker(worker)
+            self.report.count(worker)
         r.hit = r.hit / asked if asked else 1.0
         r.kept = r.kept / kept if kept else 1.0
         for name in ("active", "decoding", "prefilling"):

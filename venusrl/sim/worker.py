@@ -123,7 +123,7 @@ class SimWorker:
 
     def next_time(self) -> float | None:
         """When `handle` is to be called; None where nothing is under way."""
-        if self._now < self._busy_until:
+        if self._now < self._busy_until or self._prefilling:  # a prefill may have ended at this very moment
             return self._busy_until
         count = len(self._running)
         if not count:

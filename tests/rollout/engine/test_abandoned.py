@@ -33,7 +33,7 @@ async def leave_after(worker, request, chunks: int):
 async def test_calls_that_are_left_at_any_moment_change_nothing_for_the_call_that_comes_again(weights, seed):
     """With few pages, so that running requests are retracted for one another."""
     rng = random.Random(seed)
-    engine = tiny.engine(weights, kv_tokens=60)
+    engine = tiny.engine(weights, kv_tokens=40)
     worker = JaxWorker("w", engine)
     await worker.start()
     requests = [ask(f"t{i}", tiny.tokens(i, 3 + i), 14, temperature=0.9, seed=i) for i in range(6)]
@@ -73,7 +73,7 @@ async def test_calls_that_are_left_at_any_moment_change_nothing_for_the_call_tha
 
 
 def test_a_retracted_request_that_is_cancelled_while_it_waits_leaves_nothing_locked(weights):
-    engine = tiny.engine(weights, kv_tokens=48)
+    engine = tiny.engine(weights, kv_tokens=40)
     requests = [ask(f"t{i}", tiny.tokens(i, 8), 30, temperature=0.9, seed=i) for i in range(3)]
     for request in requests:
         engine.submit(request)

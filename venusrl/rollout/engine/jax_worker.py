@@ -135,9 +135,10 @@ class JaxWorker:
         def run():
             try:
                 result = act()
-            except VenusError as error:  # its caller's, not the worker's
+            except Exception as error:  # noqa: BLE001 - its caller's, not the worker's: others go on
+                failure = error if isinstance(error, VenusError) else WorkerError(f"{self.name}: {error!r}")
                 if not done.done():
-                    done.set_exception(error)
+                    done.set_exception(failure)
                 return
             if not done.done():
                 done.set_result(result)
