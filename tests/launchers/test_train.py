@@ -6,6 +6,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -377,3 +378,48 @@ def test_a_folder_that_is_removed_under_a_run_is_made_again_and_the_run_saved(ch
     code, output = programs.run(workdir, checkpoint, steps=STEPS + 1)
     assert code == 0, output
     assert programs.steps(workdir)[-1] == STEPS + 1
+
+
+@pytest.mark.slow
+def test_a_run_of_an_older_release_goes_on(checkpoint, tmp_path, finished):
+    """Its config.json has fields that are gone and lacks others; so does the coordinator's state in its checkpoints."""
+    again = tmp_path / "again"
+    shutil.copytree(finished[0], again)
+    config = json.loads((again / "config.json").read_text())
+    config["rollout"]["keep_kv"] = False
+    for name in ("on_update", "page", "residency", "stall_s", "workers", "lanes", "attention"):
+        del config["rollout"][name]
+    (again / "config.json").write_text(json.dumps(config))
+    for path in (again / "checkpoints").glob("*/extra/metadata"):
+        extra = json.loads(path.read_text())
+        del extra["coordinator"]["counters"]["discarded"]
+        path.write_text(json.dumps(extra | {"heldout": []}))
+    code, output = programs.run(again, checkpoint, steps=STEPS + 1)
+    assert code == 0, output
+    assert "config.rollout.keep_kv=False is gone; config.rollout.on_update='recompute' replaced it" in output
+    assert "what it lacks takes its default: config.rollout.attention='auto'" in output
+    assert programs.steps(again) == list(range(1, STEPS + 2))
+
+
+def test_an_evaluation_that_is_asked_for_wrongly_is_one_line(finished, tmp_path):
+    shutil.copytree(finished[0], tmp_path / "damaged")
+    for step in (tmp_path / "damaged" / "checkpoints").iterdir():
+        for file in step.rglob("*"):
+            if file.is_file():
+                file.write_bytes(b"\0damaged")
+    cases = {
+        (f"--workdir={finished[0]}", "--tasks=1000"): "--tasks=1000 is above the 512 held-out tasks",
+        (f"--workdir={finished[0]}", "--temperature=-1"): "--temperature=-1.0: give a finite number",
+        (f"--workdir={tmp_path / 'damaged'}", "--tasks=1"): "can be read",
+    }
+    command = [sys.executable, "-m", "launchers.evaluate"]
+    started = [
+        subprocess.Popen(
+            [*command, *case], cwd=programs.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for case in cases
+    ]
+    for process, (case, words) in zip(started, cases.items(), strict=True):
+        output, _ = process.communicate(timeout=120)
+        last = output.strip().splitlines()[-1]
+        assert process.returncode == 1 and words in last and "Traceback" not in output, f"{case}: {output}"
