@@ -1,7 +1,7 @@
 """Which values each field of a configuration may have. What a field means stands in configs/base.py.
 
 A field that is not named here takes what its kind takes: a number is finite and not negative, a whole number is below
-2^31, a text is not empty, a tuple has members of its default's kind. Not run by itself.
+2^31, a text is empty only where its default is, a tuple has members of its default's kind. Not run by itself.
 """
 
 import dataclasses
@@ -152,7 +152,7 @@ def of_kind(default: Any) -> Limit:
         case float():
             return Real()
         case str():
-            return Text()
+            return Text(empty=not default)
         case tuple():
             return Members(of_kind(default[0]) if default else Text())
     raise TypeError(f"a field cannot be a {type(default).__name__}: {default!r}")

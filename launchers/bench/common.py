@@ -18,7 +18,7 @@ from venusrl.learner.step import StepOptions
 from venusrl.models.config import ModelConfig
 from venusrl.models.decoder import init_params
 
-REPEATS = flags.DEFINE_integer("repeats", 5, "Timed rounds; the median counts.", lower_bound=1)
+REPEATS = flags.DEFINE_integer("repeats", 5, "Timed rounds; the median counts.", 1, 10_000)
 _DTYPE = flags.DEFINE_enum("dtype", "", ["", "float32", "bfloat16"], "Default: float32 on CPUs, else bfloat16.")
 
 # Dense bfloat16 peak of one chip in FLOP/s, from the makers' data sheets.

@@ -31,8 +31,8 @@ from venusrl.rollout.engine.options import EngineOptions
 from venusrl.rollout.engine.programs import Programs, RowState
 from venusrl.rollout.worker import Request
 
-_SLOTS = flags.DEFINE_integer("slots", 32, "Requests at once.", lower_bound=1)
-_LANES = flags.DEFINE_integer("lanes", 0, "Parts of the slots that decode at once; 0: what fits.", lower_bound=0)
+_SLOTS = flags.DEFINE_integer("slots", 32, "Requests at once.", 1, 4096)
+_LANES = flags.DEFINE_integer("lanes", 0, "Parts of the slots that decode at once; 0: what fits.", 0, 1024)
 _LLAMACPP = flags.DEFINE_bool("llamacpp", False, "Against llama.cpp, too; needs what `make test-parity` installs.")
 _SGLANG = flags.DEFINE_string("sglang", "", "A Python interpreter that has SGLang; empty: not measured.")
 

@@ -19,8 +19,8 @@ from launchers.bench import common
 from venusrl.core.trajectory import Trajectory
 from venusrl.models.config import model_config
 
-_ROWS = flags.DEFINE_integer("rows", 8, "Rows of a step.", lower_bound=1)
-_LENGTH = flags.DEFINE_integer("length", 512, "Tokens of a row.", lower_bound=8)
+_ROWS = flags.DEFINE_integer("rows", 8, "Rows of a step.", 1, 4096)
+_LENGTH = flags.DEFINE_integer("length", 512, "Tokens of a row.", 8, 131072)
 
 SIZES = {"1M": "tiny", "6M": "6m"}
 

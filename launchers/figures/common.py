@@ -30,13 +30,13 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 QUICK = flags.DEFINE_bool("quick", False, "A quarter of cluster and batch, few updates: a look, not a result.")
-SEEDS = flags.DEFINE_integer("seeds", 0, "Seeds of each cell; 0 is one.", lower_bound=0)
+SEEDS = flags.DEFINE_integer("seeds", 0, "Seeds of each cell; 0 is one.", 0, 1000)
 WORKDIR = flags.DEFINE_string("workdir", "runs/figures", "Folder for the files.")
 TRACE = flags.DEFINE_string(
     "trace", "", "Trace of real runs with memory series, for Figure 2; empty leaves memory out."
 )
 LIVE = flags.DEFINE_bool("live", True, "The live part of a figure that has one, too; minutes.")
-JOBS = flags.DEFINE_integer("jobs", 0, "Processes at once; 0 is one a core.", lower_bound=0)
+JOBS = flags.DEFINE_integer("jobs", 0, "Processes at once; 0 is one a core.", 0, 4096)
 
 GROUP = 8
 MODELS = {"qwen3-4b": 1, "qwen3-32b": 4}  # devices of a worker

@@ -6,14 +6,17 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
 
+from venusrl.observe.events import read_events
 from venusrl.observe.run_log import read_jsonl
 from venusrl.observe.trace import read_trace
 from venusrl.scheduling import POLICIES
 
+from .. import disk
 from . import programs
 from .programs import STEPS
 
@@ -64,6 +67,19 @@ def test_an_override_arrives(finished):
     assert config["steps"] == STEPS and config["rollout"]["prefill_rows"] == [4]
 
 
+def shown(workdir) -> set[tuple[int, str]]:
+    """(step, tag) of what TensorBoard has of a run."""
+    files = sorted((workdir / "tensorboard").glob("events.*"))
+    events = [event for path in files for _, event in read_events(path)]
+    return {(event.step, value.tag) for event in events for value in event.summary.value}
+
+
+def measured(workdir) -> set[tuple[int, str]]:
+    """(step, name) of what metrics.jsonl has of it."""
+    rows = read_jsonl(workdir / "metrics.jsonl")
+    return {(row["step"], name) for row in rows for name in row if name != "step"}
+
+
 def kill_and_go_on(checkpoint, workdir, finished, ready, delay: float) -> None:
     process = programs.start(workdir, checkpoint)
     try:
@@ -74,6 +90,7 @@ def kill_and_go_on(checkpoint, workdir, finished, ready, delay: float) -> None:
         process.kill()
         process.communicate()
     assert process.returncode == -signal.SIGKILL, "it ended before the kill; the moment is too late"
+    assert measured(workdir) <= shown(workdir)
     deadline = time.monotonic() + 10
     while programs.alive(below):
         assert time.monotonic() < deadline, "processes of the killed run are left"
@@ -88,6 +105,7 @@ def kill_and_go_on(checkpoint, workdir, finished, ready, delay: float) -> None:
     assert len(set(ids)) == len(ids)
     evaluated = [row["step"] for row in read_jsonl(workdir / "metrics.jsonl") if "heldout_success" in row]
     assert evaluated == [0, STEPS]  # once each
+    assert shown(workdir) == measured(workdir)
 
 
 def test_kill_9_and_the_same_command_goes_on(checkpoint, tmp_path, finished):
@@ -309,3 +327,103 @@ def test_a_trace_shows_every_turn(checkpoint, tmp_path):
     assert sum(e["name"] == "generate" for e in events) >= turns
     assert sum(e["name"] == "tool" for e in events) >= turns
     assert [e["name"] for e in events if e["name"].startswith("version")] == ["version 1"]
+
+
+def few_lines(output: str) -> None:
+    """Warnings and steps, no traceback and no page of a library."""
+    assert "Traceback" not in output, output[-3000:]
+    assert len(output.splitlines()) < 60 and all(len(line) < 600 for line in output.splitlines()), output[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("freed", [True, False])
+def test_a_disk_that_fills_up_ends_no_run(checkpoint, tmp_path, finished, freed):
+    """Rows wait and checkpoints are tried again; without room at the end a line says so, and a checkpoint stays."""
+    with disk.small_disk(tmp_path / "disk", megabytes=60) as small:
+        workdir = small / "run"
+        steps = 20 if freed else STEPS
+        process = programs.start(workdir, checkpoint, steps=steps)
+        programs.wait_for(process, lambda: (workdir / "checkpoints" / "1").is_dir())
+        filler = disk.fill(small)
+        if freed:
+            time.sleep(1.5)  # some steps
+            filler.unlink()
+        output, _ = process.communicate(timeout=170)
+        few_lines(output)
+        if freed:
+            assert process.returncode == 0 and "No space left on device" in output, output
+        else:
+            assert process.returncode == 1, output
+            last = output.strip().splitlines()[-1]
+            assert last.startswith("CheckpointError: saving to ") and "earlier checkpoints are kept: [1" in last
+            code, output = programs.run(workdir, checkpoint)
+            assert code == 1 and output.count("\n") == 1 and "No space left on device" in output, output
+            filler.unlink()
+            code, output = programs.run(workdir, checkpoint)
+            assert code == 0, output
+        assert programs.steps(workdir) == list(range(1, steps + 1))
+        assert {step for step, *_ in programs.trained(workdir)} == set(range(1, steps + 1))
+        assert freed or programs.trained(workdir) == programs.trained(finished[0])
+        assert (workdir / "checkpoints" / str(steps)).is_dir()
+        assert shown(workdir) == measured(workdir)
+
+
+@pytest.mark.slow
+def test_a_folder_that_is_removed_under_a_run_is_made_again_and_the_run_saved(checkpoint, tmp_path):
+    workdir = tmp_path / "run"
+    process = programs.start(workdir, checkpoint)
+    programs.wait_for(process, lambda: (workdir / "checkpoints" / "1").is_dir())
+    shutil.rmtree(workdir, ignore_errors=True)
+    output, _ = process.communicate(timeout=170)
+    few_lines(output)
+    assert process.returncode == 0, output
+    assert (workdir / "checkpoints" / str(STEPS)).is_dir() and (workdir / "config.json").is_file()
+    assert programs.steps(workdir)[-1] == STEPS
+    code, output = programs.run(workdir, checkpoint, steps=STEPS + 1)
+    assert code == 0, output
+    assert programs.steps(workdir)[-1] == STEPS + 1
+
+
+@pytest.mark.slow
+def test_a_run_of_an_older_release_goes_on(checkpoint, tmp_path, finished):
+    """Its config.json has fields that are gone and lacks others; so does the coordinator's state in its checkpoints."""
+    again = tmp_path / "again"
+    shutil.copytree(finished[0], again)
+    config = json.loads((again / "config.json").read_text())
+    config["rollout"]["keep_kv"] = False
+    for name in ("on_update", "page", "residency", "stall_s", "workers", "lanes", "attention"):
+        del config["rollout"][name]
+    (again / "config.json").write_text(json.dumps(config))
+    for path in (again / "checkpoints").glob("*/extra/metadata"):
+        extra = json.loads(path.read_text())
+        del extra["coordinator"]["counters"]["discarded"]
+        path.write_text(json.dumps(extra | {"heldout": []}))
+    code, output = programs.run(again, checkpoint, steps=STEPS + 1)
+    assert code == 0, output
+    assert "config.rollout.keep_kv=False is gone; config.rollout.on_update='recompute' replaced it" in output
+    assert "what it lacks takes its default: config.rollout.attention='auto'" in output
+    assert programs.steps(again) == list(range(1, STEPS + 2))
+
+
+def test_an_evaluation_that_is_asked_for_wrongly_is_one_line(finished, tmp_path):
+    shutil.copytree(finished[0], tmp_path / "damaged")
+    for step in (tmp_path / "damaged" / "checkpoints").iterdir():
+        for file in step.rglob("*"):
+            if file.is_file():
+                file.write_bytes(b"\0damaged")
+    cases = {
+        (f"--workdir={finished[0]}", "--tasks=1000"): "--tasks=1000 is above the 512 held-out tasks",
+        (f"--workdir={finished[0]}", "--temperature=-1"): "--temperature=-1.0: give a finite number",
+        (f"--workdir={tmp_path / 'damaged'}", "--tasks=1"): "can be read",
+    }
+    command = [sys.executable, "-m", "launchers.evaluate"]
+    started = [
+        subprocess.Popen(
+            [*command, *case], cwd=programs.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for case in cases
+    ]
+    for process, (case, words) in zip(started, cases.items(), strict=True):
+        output, _ = process.communicate(timeout=120)
+        last = output.strip().splitlines()[-1]
+        assert process.returncode == 1 and words in last and "Traceback" not in output, f"{case}: {output}"

@@ -1,5 +1,6 @@
 """The plot and the progress display."""
 
+import contextlib
 import io
 
 import matplotlib.image
@@ -76,3 +77,12 @@ def test_summary_table_names_everything():
     out = io.StringIO()
     Console(file=out, width=100).print(summary_table("End", {"updates": "2 of 2", "plot": "reward.png"}))
     assert all(text in out.getvalue() for text in ("End", "updates", "2 of 2", "plot", "reward.png"))
+
+
+def test_an_output_that_is_full_ends_nothing():
+    with open("/dev/full", "w", buffering=1) as full:
+        progress = Progress(dict, "run", Console(file=full))
+        progress.line("a line")
+        progress.show(summary_table("end", {"a": "b"}))
+        with contextlib.suppress(OSError):
+            full.close()

@@ -1,12 +1,16 @@
 """What a run writes, and what is left of it after a crash."""
 
 import json
+import logging
+import math
 
 import pytest
 
 from venusrl.core.group import Batch, Group
 from venusrl.core.trajectory import Trajectory
 from venusrl.observe.run_log import JsonLines, RunLog, read_jsonl
+
+from .. import disk
 
 
 def written(path, steps, resume=0):
@@ -116,21 +120,49 @@ def test_a_run_log(tmp_path):
     assert list((tmp_path / "tensorboard").glob("events.*"))
 
 
-def test_tensorboard_holds_the_same_numbers(tmp_path):
-    from tensorboardX.proto.event_pb2 import Event
-    from tensorboardX.record_writer import RecordWriter  # noqa: F401 - the same package that wrote it
-
+def test_a_number_that_is_not_finite_is_null_in_every_row(tmp_path):
+    """NaN and -Infinity are not JSON: other readers refuse the whole line."""
     log = RunLog(tmp_path)
-    log.metrics(3, {"reward": 0.5})
+    log.metrics(1, {"ratio_max": -math.inf, "loss": math.nan, "reward": 0.5})
+    odd = batch()
+    odd.groups[0].trajectories[0].info["steps"][0]["score"] = {"deep": [math.inf, 1.0]}
+    log.trajectories(1, odd)
     log.close()
-    (file,) = (tmp_path / "tensorboard").glob("events.*")
-    data, at, found = file.read_bytes(), 0, []
-    while at < len(data):  # records: length, its checksum, bytes, their checksum
-        size = int.from_bytes(data[at : at + 8], "little")
-        event = Event.FromString(data[at + 12 : at + 12 + size])
-        found += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
-        at += 12 + size + 4
-    assert found == [(3, "reward", 0.5)]
+
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    for path in (log.metrics_path, log.trajectories_path):
+        for line in path.read_text().splitlines():
+            json.loads(line, parse_constant=refuse)
+    assert read_jsonl(log.metrics_path) == [{"step": 1, "ratio_max": None, "loss": None, "reward": 0.5}]
+    assert read_jsonl(log.trajectories_path)[0]["turns"][0]["score"] == {"deep": [None, 1.0]}
+
+
+@pytest.mark.parametrize("damage", [b"\xff\xfe\x00\n", b"[1, 2]\n", b"{}\n", b'{"step": "x"}\n', b"{{{{\n", b"null\n"])
+def test_a_damaged_row_costs_no_row_after_it(tmp_path, damage, caplog):
+    path = tmp_path / "m.jsonl"
+    written(path, [1, 2, 3])
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + damage + lines[1] + lines[2])
+    assert steps_of(path) == [1, 2, 3]
+    with caplog.at_level(logging.WARNING):
+        written(path, [4], resume=3)
+    assert steps_of(path) == [1, 2, 3, 4] and path.read_bytes().startswith(b"".join(lines))
+    assert "1 lines are no rows" in caplog.text
+
+
+def test_going_on_needs_no_room_on_the_disk(tmp_path):
+    with disk.small_disk(tmp_path / "disk") as small:
+        path = small / "m.jsonl"
+        written(path, range(1, 1001))
+        filler = disk.fill(small)
+        lines = JsonLines(path, 500)
+        assert steps_of(path) == list(range(1, 501))
+        filler.unlink()
+        lines.write([{"step": 501}])
+        lines.close()
+        assert steps_of(path)[-1] == 501
 
 
 def test_both_files_go_on_together(tmp_path):

@@ -2,7 +2,11 @@
 
 import json
 
+import pytest
+
 from venusrl.observe.trace import Trace, read_trace
+
+from .. import disk
 
 
 def spans(events, process):
@@ -47,3 +51,21 @@ def test_a_file_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path):
     whole = read_trace(path)
     path.write_text(path.read_text()[:-20])
     assert read_trace(path) == whole[:-1]
+
+
+def test_a_full_disk_leaves_spans_out_and_the_file_readable(tmp_path):
+    with disk.small_disk(tmp_path / "disk") as small:
+        with Trace(small / "t.json") as trace:
+            trace.tool("g0/0", "tool", 1.0, 2.0)
+            filler = disk.fill(small)
+            for i in range(200):
+                trace.tool("g0/0", "tool", float(i), i + 0.5)
+            filler.unlink()
+            trace.tool("g0/0", "last", 999.0, 1000.0)
+        names = [event["name"] for event in read_trace(small / "t.json")]
+        assert names[-1] == "last" and len(names) < 200
+
+
+def test_a_trace_that_cannot_be_begun_names_its_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere/t\.json"):
+        Trace(tmp_path / "nowhere" / "t.json")

@@ -1,0 +1,134 @@
+"""How programs end: one line for what a user can mend, a traceback for a bug."""
+
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from launchers.program import one_line
+from venusrl.core.errors import ConfigError, WorkerError
+
+from . import forked, programs
+
+
+class JaxRuntimeError(RuntimeError):
+    """Called as JAX calls its own."""
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ConfigError("config.steps=0: give 1"), "ConfigError: config.steps=0: give 1"),
+        (ConfigError("two\n  lines"), "ConfigError: two lines"),
+        (OSError(errno.ENOSPC, "No space left", "/a/b"), "OSError: [Errno 28] No space left: '/a/b'"),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/a"),
+            "PermissionError: [Errno 13] Permission denied: '/a'",
+        ),
+        (MemoryError(), "MemoryError: not enough memory; use smaller sizes"),
+        (BaseExceptionGroup("g", [WorkerError("a"), WorkerError("b")]), "WorkerError: a"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line(error, line):
+    assert one_line(error) == line
+
+
+def test_no_memory_on_a_device_names_the_fields_to_lower():
+    line = one_line(JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating\n 99 bytes"))
+    assert line.startswith("MemoryError: ") and "rollout.slots" in line and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("x"),
+        KeyError("x"),
+        JaxRuntimeError("INTERNAL: x"),
+        ExceptionGroup("g", [ConfigError("a"), ValueError("b")]),
+    ],
+)
+def test_a_bug_keeps_its_traceback(error):
+    assert one_line(error) is None
+
+
+PROGRAM = """
+import sys, time
+from absl import flags
+from launchers import program
+flags.DEFINE_float("rate", 1.0, "A rate.")
+def main(argv):
+    print("begun", flush=True)
+    {body}
+program.run(main)
+"""
+
+
+def run(body: str, *arguments: str, **options) -> tuple[int, str, str]:
+    command = [sys.executable, "-c", PROGRAM.format(body=body), *arguments]
+    done = subprocess.run(command, cwd=programs.ROOT, text=True, timeout=60, stderr=subprocess.PIPE, **options)
+    return done.returncode, done.stdout or "", done.stderr
+
+
+def test_a_bug_ends_with_a_traceback_and_an_error_of_the_system_does_not():
+    code, _, said = run("open('/nowhere/x')", stdout=subprocess.PIPE)
+    assert (code, said) == (1, "FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/x'\n")
+    code, _, said = run("{}['x']", stdout=subprocess.PIPE)
+    assert code == 1 and said.rstrip().endswith("KeyError: 'x'") and "Traceback" in said
+
+
+def test_ctrl_c_is_one_word_and_130():
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(body="time.sleep(60)")], cwd=programs.ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout.readline() == "begun\n"
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert (process.returncode, said) == (130, "interrupted\n")
+
+
+def test_an_output_that_nobody_reads_or_that_is_full_is_no_traceback():
+    read, write = os.pipe()
+    os.close(read)
+    code, _, said = run("pass", stdout=write)
+    os.close(write)
+    assert (code, said) == (1, "")
+    with open("/dev/full", "w") as full:
+        code, _, said = run("pass", stdout=full)
+    assert code == 1 and "No space left on device" in said and "Traceback" not in said and said.count("\n") <= 2
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999"])
+def test_a_number_that_is_none_is_refused_for_every_flag(value):
+    code, _, said = run("pass", f"--rate={value}", stdout=subprocess.PIPE)
+    assert code == 1 and said.startswith("FlagError: --rate=") and said.count("\n") == 1
+
+
+def test_ports_and_hosts_that_cannot_be_listened_on_are_one_line(tmp_path):
+    """Of the daemon of sandboxes; serve and worker listen through the same function."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        (tmp_path / "file").write_text("x")
+        daemon = "launchers.sandboxd"
+        cases = {
+            (daemon, f"--port={port}"): f"--port={port}: Address already in use",
+            (daemon, "--port=70000"): "--port=70000",
+            (daemon, "--port=-1"): "--port=-1",
+            (daemon, "--host=256.1.1.1", "--port=0"): "--host=256.1.1.1",
+            (daemon, "--host=" + "a" * 70, "--port=0"): "--host=aaaa",
+            (daemon, f"--socket={tmp_path}/file"): "no socket",
+            (daemon, f"--socket={tmp_path}/nowhere/s"): "nowhere/s",
+            (daemon, f"--socket={tmp_path}/{'s' * 200}"): "AF_UNIX path too long",
+            (daemon, f"--key_file={tmp_path}/nowhere"): "--key_file=",
+        }
+        answers = forked.run_all([(module, list(arguments)) for module, *arguments in cases], processes=1)
+    for (case, words), (code, output) in zip(cases.items(), answers, strict=True):
+        assert code == 1 and words in output and output.count("\n") == 1, f"{case}: {output}"
