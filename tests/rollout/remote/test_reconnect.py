@@ -21,7 +21,7 @@ from venusrl.rollout.worker import Request
 @pytest.fixture(autouse=True)
 def _hasty(monkeypatch):
     """Tenths of seconds in place of seconds."""
-    for name, seconds in dict(PROBE_S=0.3, PROBE_EVERY_S=0.1, SILENCE_S=0.6, GOODBYE_S=0.3).items():
+    for name, seconds in dict(PROBE_S=0.3, PROBE_EVERY_S=0.05, LEAST_PROBE_S=0.1, SILENCE_S=0.6, GOODBYE_S=0.3).items():
         monkeypatch.setattr(client_module, name, seconds)
 
 

@@ -25,8 +25,9 @@ from venusrl.rollout.remote.link import Link, State
 from venusrl.rollout.remote.wire import BEAT_S, SESSION_HEADER, Applied, ChunkAnswer, Description, Taken, parse
 from venusrl.rollout.worker import Chunk, Load, Request
 
-PROBE_S = 3.0  # until an answer to "are you there" counts as none
+PROBE_S = 5.0  # until an answer to "are you there" counts as none
 PROBE_EVERY_S = 1.0
+LEAST_PROBE_S = 0.5
 LONGEST_BACKOFF_S = 30.0  # between attempts at a worker that answers and cannot be used
 CONNECT_S = 3.0
 GOODBYE_S = 2.0  # for what is said on the way out: cancelling a request, giving up the lease
@@ -451,6 +452,8 @@ class RemoteWorker:
             wait_s = PROBE_EVERY_S
             if self._link.state is State.AWAY and self._refusals:
                 wait_s = min(LONGEST_BACKOFF_S, PROBE_EVERY_S * 2**self._refusals)
+            elif self._link.state is State.UNREACHABLE:
+                wait_s = min(wait_s, self._link.left(self._clock.now()))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._wake.wait()
@@ -465,18 +468,20 @@ class RemoteWorker:
         """One question, which renews the lease too."""
         away, began, tenure = self._link.state is State.AWAY, self._clock.now(), self._tenure
         session = os.urandom(8).hex() if away else tenure.session
-        settled = not away and tenure.settled
+        settled, patience = not away and tenure.settled, PROBE_S
+        if self._link.state is State.UNREACHABLE:
+            patience = min(PROBE_S, max(LEAST_PROBE_S, self._link.left(began)))
         try:
-            async with asyncio.timeout(PROBE_S):
+            async with asyncio.timeout(patience):
                 answer = await self._ask(session, away)
         except (httpx.HTTPError, TimeoutError) as error:
             now, late = self._clock.now(), isinstance(error, TimeoutError)
-            if late and now - began > 2 * PROBE_S:
+            if late and now - began > 2 * patience + LEAST_PROBE_S:
                 return  # it is this process that stood still; ask again
             if _refused_connection(error):
                 self._link.lost(NOBODY_LISTENS)
             else:
-                self._link.silent(now, f"no answer for {PROBE_S:.0f} s" if late else repr(error))
+                self._link.silent(now, f"no answer for {patience:.0f} s" if late else repr(error), began)
         else:
             if not away and self._link.state is State.AWAY:
                 return  # lost meanwhile: the answer is about what was
