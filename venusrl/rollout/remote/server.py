@@ -108,7 +108,7 @@ class _Door:
         body = parse(ClaimBody, await read(http, LONGEST_BODY))
         if self._worker.failure is not None:
             raise again(self._worker.failure)
-        if self._lease.claim(self._clock.now(), body.run, body.session, body.start):
+        if self._lease.claim(self._clock.now(), body.run, body.process, body.session, body.start, body.first):
             await self._generate.cancel_all(Held(f"the worker was taken over by run {body.run}"))
         return JSONResponse({**self._description(), "weights_of": self._weights_of})
 
