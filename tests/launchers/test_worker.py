@@ -1,5 +1,6 @@
 """Training over workers in other processes that come late, are killed, frozen and shared."""
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -9,9 +10,13 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
+from configs import quickstart
+from launchers import worker
 from launchers.run_id import run_id
+from venusrl.core.errors import WorkerError
 from venusrl.observe.run_log import read_jsonl
 
 from . import programs
@@ -246,3 +251,25 @@ def test_a_run_that_was_killed_has_its_worker_at_once_when_it_is_started_again(p
     again = processes.train("run", port, checkpoint__every=2, steps=8)
     assert processes.finished(again, "run")["step"] == 8
     assert "belongs to run" not in processes.said("run")
+
+
+async def test_a_worker_whose_engine_fails_ends_with_its_reason(checkpoint, monkeypatch):
+    """So that whatever watches over it starts another; it went on and answered every call with the error."""
+    config = quickstart.get_config("smoke")
+    config.model.checkpoint = str(checkpoint)
+    said: list[str] = []
+    monkeypatch.setattr(worker, "print", lambda text, flush: said.append(text), raising=False)
+    serving = asyncio.create_task(worker.serve(config, "127.0.0.1", 0))
+    while not said:
+        await asyncio.sleep(0.05)
+        assert not serving.done(), serving.result()
+
+    def crash(engine):
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr("venusrl.rollout.engine.engine.Engine.step", crash)
+    async with httpx.AsyncClient(base_url=said[0].split()[-1]) as http:
+        with contextlib.suppress(httpx.HTTPError):
+            await http.post("/generate", json={"trajectory": "t", "tokens": [5, 6], "max_tokens": 4})
+    with pytest.raises(WorkerError, match="device lost"):
+        await asyncio.wait_for(serving, 20)
