@@ -174,6 +174,8 @@ class _Door:
         params = await asyncio.to_thread(self._codec.read_weights, await read(http, self._codec.most_weights))
         async with self._updating:
             self._check(http)  # the worker may have changed hands meanwhile
+            if self._weights_of == session and version == self._worker.version:
+                return JSONResponse({"version": version})  # sent twice, for its connection broke
             first = self._weights_of == FIRST and version > self._worker.version
             if self._weights_of != session and not first:
                 self._weights_of = None

@@ -86,7 +86,7 @@ class Description(Answer):
     failure: str | None
     instance: str
     weights_of: str | None = None
-    load: dict[str, float]
+    load: dict[str, int | float]
 
 
 class Applied(Answer):
