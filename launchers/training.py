@@ -179,6 +179,8 @@ class TrainingRun:
     async def _watch_workers(self) -> None:
         """Where the last worker is gone: says so, and saves what there is. Requests wait in the service."""
         service = self._rollout.service
+        if not self.config.rollout.addresses:
+            return  # engines in this process do not come back; see Rollout.failure
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(JOIN_S):
                 await service.wait_for_workers(some=True)

@@ -1,5 +1,6 @@
 """Training over workers in other processes that come late, are killed, frozen and shared."""
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -9,9 +10,13 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
+from configs import quickstart
+from launchers import system, worker
 from launchers.run_id import run_id
+from venusrl.core.errors import ConfigError, WorkerError
 from venusrl.observe.run_log import read_jsonl
 
 from . import programs
@@ -246,3 +251,52 @@ def test_a_run_that_was_killed_has_its_worker_at_once_when_it_is_started_again(p
     again = processes.train("run", port, checkpoint__every=2, steps=8)
     assert processes.finished(again, "run")["step"] == 8
     assert "belongs to run" not in processes.said("run")
+
+
+async def test_a_worker_whose_engine_fails_ends_with_its_reason(checkpoint, monkeypatch):
+    """So that whatever watches over it starts another; it went on and answered every call with the error."""
+    config = quickstart.get_config("smoke")
+    config.model.checkpoint = str(checkpoint)
+    said: list[str] = []
+    monkeypatch.setattr(worker, "print", lambda text, flush: said.append(text), raising=False)
+    serving = asyncio.create_task(worker.serve(config, "127.0.0.1", 0))
+    while not said:
+        await asyncio.sleep(0.05)
+        assert not serving.done(), serving.result()
+
+    def crash(engine):
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr("venusrl.rollout.engine.engine.Engine.step", crash)
+    async with httpx.AsyncClient(base_url=said[0].split()[-1]) as http:
+        with contextlib.suppress(httpx.HTTPError):
+            await http.post("/generate", json={"trajectory": "t", "tokens": [5, 6], "max_tokens": 4})
+    with pytest.raises(WorkerError, match="device lost"):
+        await asyncio.wait_for(serving, 20)
+
+
+def test_a_key_is_the_first_line_of_its_file_and_what_is_none_is_refused(tmp_path):
+    path = tmp_path / "key"
+    path.write_text("s3cret\nand a remark\n")
+    assert system.read_key(str(path)) == "s3cret" and system.read_key("") == ""
+    for text in (b"", b"\n", b"\xff\xfe", b"a\x00b\n"):
+        path.write_bytes(text)
+        with pytest.raises(ConfigError, match=r"rollout\.key_file"):
+            system.read_key(str(path))
+    with pytest.raises(ConfigError, match=r"rollout\.key_file"):
+        system.read_key(str(tmp_path))
+
+
+def test_addresses_that_are_none_are_refused_before_a_model_is_read():
+    config = quickstart.get_config("smoke")
+    config.rollout.addresses = ("10.0.0.2:9001",)
+    with pytest.raises(ConfigError, match=r"rollout\.addresses has '10\.0\.0\.2:9001'"):
+        system.check(config)
+
+
+def test_weights_are_written_once_for_all_workers():
+    calls, params = [], {"w": 1}
+    write = system._once(lambda params: (calls.append(params), b"bytes")[1])
+    assert write(params) == write(params) == b"bytes" and len(calls) == 1
+    write({"w": 1})
+    assert len(calls) == 2

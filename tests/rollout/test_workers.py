@@ -82,3 +82,22 @@ async def test_a_crash_of_the_engine_is_told_to_everybody_who_waits(params):
     assert "device lost" in str(worker.failure)  # a driver whose only worker it is can end at once
     with pytest.raises(WorkerError, match="device lost"):
         await worker.close()
+
+
+async def test_a_worker_that_has_failed_is_known_without_asking(params):
+    """A process around it can end, so that another is started."""
+    worker = JaxWorker("jax", Engine(CONFIG, params[0], 0, (0,), OPTIONS))
+    await worker.start()
+    waiting = asyncio.create_task(worker.wait())
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+
+    def crash():
+        raise RuntimeError("device lost")
+
+    worker._engine.step = crash
+    with pytest.raises(WorkerError, match="device lost"):
+        await collect(worker, Request("g0/0", [1, 2], 4))
+    await asyncio.wait_for(waiting, 5)
+    with pytest.raises(WorkerError, match="device lost"):
+        await worker.close()

@@ -20,13 +20,21 @@ def test_a_worker_that_answers_again_in_time_keeps_its_requests():
     link = connected()
     link.silent(100.0, "no answer")
     assert link.state is State.UNREACHABLE
-    link.silent(109.0, "no answer")
-    assert link.state is State.UNREACHABLE
+    link.silent(109.0, "no answer", since=104.0)  # counted from the first
+    assert link.state is State.UNREACHABLE and link.left(109.0) == 1.0
     link.answered("p")
     assert link.state is State.CONNECTED
     link.silent(200.0, "no answer")  # counted anew
     link.silent(209.0, "no answer")
     assert link.state is State.UNREACHABLE
+
+
+def test_silence_is_counted_from_the_call_that_was_not_answered():
+    link = connected()
+    link.silent(105.0, "no answer", since=100.0)
+    assert link.left(105.0) == 5.0
+    link.passed(110.0)
+    assert link.state is State.AWAY
 
 
 def test_a_worker_that_is_silent_for_too_long_is_away_and_joins_again():

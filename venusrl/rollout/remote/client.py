@@ -1,84 +1,27 @@
-"""A worker in another process, by its address.
-
-Where it does not answer, its requests wait for it, `reconnect_s` seconds at most; then they are told that it is lost
-(WorkerLost), and go on elsewhere. It is asked further on, and joins again when it answers: with the weights of the day,
-before it gets requests. See link.py for the states, lease.py for whose it is.
-"""
+"""A worker in another process, by its address. Whether it is there is presence.py's business; what it does is here."""
 
 import asyncio
 import contextlib
 import dataclasses
 import logging
 import math
-import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 from urllib.parse import quote
 
 import httpx
 
-from venusrl.core.clock import Clock, WallClock
-from venusrl.core.errors import ConfigError, ContractError, VenusError, WorkerError, WorkerLost
-from venusrl.rollout.remote.answers import error_of
-from venusrl.rollout.remote.lease import Held
-from venusrl.rollout.remote.link import Link, State
+from venusrl.core.clock import Clock
+from venusrl.core.errors import ConfigError, ContractError, VenusError, WorkerError
+from venusrl.rollout.remote.presence import ATTEMPTS, GOODBYE_S, Presence, Tenure
 from venusrl.rollout.remote.wire import BEAT_S, SESSION_HEADER, Applied, ChunkAnswer, Description, Taken, parse
 from venusrl.rollout.worker import Chunk, Load, Request
 
-PROBE_S = 3.0  # until an answer to "are you there" counts as none
-PROBE_EVERY_S = 1.0
-LONGEST_BACKOFF_S = 30.0  # between attempts at a worker that answers and cannot be used
-CONNECT_S = 3.0
-GOODBYE_S = 2.0  # for what is said on the way out: cancelling a request, giving up the lease
-ATTEMPTS = 3  # at a call whose connection breaks while the worker answers others
 SILENCE_S = 6 * BEAT_S  # of a stream, after which its connection counts as broken
-IDLE_S = 2.0  # for which an idle connection is kept; far below what servers do, see core.listening.KEEP_ALIVE_S
-
-NOBODY_LISTENS = "nobody listens there"
-
-T = TypeVar("T")
 
 
-@dataclasses.dataclass(eq=False)
-class _Tenure:
-    """From the moment at which the worker answers until it is lost.
-
-    Attributes:
-      session: the word under which the worker knows it.
-      gone: done, with the reason, when it ends.
-      ready: set while requests may be sent.
-      told: set while anything may be sent.
-      said: what `prioritise` and `release` have to tell, in order.
-      version: of the weights that the worker has.
-      sent: the version that was last sent; None where nothing was.
-      updates: under way.
-      updating: held by one of them.
-    """
-
-    session: str
-    gone: asyncio.Future
-    ready: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-    told: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-    said: asyncio.Queue = dataclasses.field(default_factory=asyncio.Queue)
-    version: int = 0
-    sent: int | None = None
-    updates: int = 0
-    updating: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
-
-    @property
-    def settled(self) -> bool:
-        """Whether it has weights of this run, and no others are on their way."""
-        return self.sent is not None and not self.updates
-
-
-class RemoteWorker:
-    """See venusrl.rollout.worker.Worker.
-
-    Attributes:
-      version: of the weights that it has, as far as is known.
-      welcome: awaited when it answers, to give it weights and then requests; without it, it is used as it is.
-      farewell: called at once when it is lost, before its requests hear of it.
-    """
+class RemoteWorker(Presence):
+    """See venusrl.rollout.worker.Worker."""
 
     def __init__(
         self,
@@ -98,84 +41,13 @@ class RemoteWorker:
         reconnect_s: seconds for which requests wait for a worker that does not answer.
         max_length: tokens of the sequences that it will be asked for, to be known before it answers.
         """
-        self.address = self.name = address
-        self.max_length = max_length
-        self.slots = self.kv_tokens = 0  # known once it has answered
-        self.welcome: Callable[[RemoteWorker], Awaitable[None]] | None = None
-        self.farewell: Callable[[RemoteWorker], None] | None = None
+        super().__init__(address, run, key, reconnect_s, max_length, clock)
         self._write_weights = write_weights
-        self._run = run
-        self._key = key
-        self._needed_length = max_length
-        self._clock = clock or WallClock()
-        self._link = Link(reconnect_s)
-        self._http: httpx.AsyncClient | None = None  # keeps connections
-        self._fresh: httpx.AsyncClient | None = None  # does not
-        self._tenure: _Tenure | None = None
-        self._load = Load(0, 0, 0, 0, 0, 0.0)
-        self._tasks: list[asyncio.Task] = []
-        self._joining: asyncio.Task | None = None
-        self._wake = asyncio.Event()
-        self._probed = asyncio.Event()  # set, and replaced, after every probe
-        self._met = asyncio.Event()  # there is a tenure
         self._streaming: set[str] = set()
-        self._refusals = 0  # in a row, of a worker that answers
-        self._complaint = ""  # the last that was logged
-
-    @property
-    def failure(self) -> WorkerError | None:
-        if self._http is None or self._link.state is not State.AWAY:
-            return None
-        return self._gone()
-
-    @property
-    def version(self) -> int:
-        return self._tenure.version if self._tenure else 0
 
     async def start(self, patient: bool = False) -> None:
-        """Asks whether it is there; from then on it is watched.
-
-        Args:
-          patient: nobody there, or somebody else's, is no error: it joins when it can.
-
-        Raises:
-          WorkerError: nobody answers there, or it belongs to somebody else (not where `patient`).
-          ConfigError, ContractError: it is of another model, or takes shorter sequences (not where `patient`).
-        """
-        limits = {"max_connections": None, "keepalive_expiry": IDLE_S}
-        options: dict[str, Any] = {"base_url": self.address, "timeout": httpx.Timeout(None, connect=CONNECT_S)}
-        if self._key:
-            options["headers"] = {"authorization": f"Bearer {self._key}"}
-        self._http = httpx.AsyncClient(limits=httpx.Limits(max_keepalive_connections=64, **limits), **options)
-        self._fresh = httpx.AsyncClient(limits=httpx.Limits(max_keepalive_connections=0, **limits), **options)
-        await self._probe()
-        if not patient:
-            try:
-                if self._link.state is State.AWAY:
-                    raise WorkerError(f"worker {self.name}: {self._link.reason}")
-                await self._join(self._tenure)
-            except VenusError:
-                await self.close()
-                raise
-        self._tasks = [asyncio.create_task(self._tell()), asyncio.create_task(self._watch())]
-
-    async def close(self) -> None:
-        """Leaves the process as it is, and its lease to others. Within a few seconds, whatever the worker does."""
-        tasks = [*self._tasks, *([self._joining] if self._joining else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        tenure, self._tenure = self._tenure, None
-        http, fresh, self._http, self._fresh = self._http, self._fresh, None, None
-        if tenure is not None and not tenure.gone.done():
-            tenure.gone.set_result(f"worker {self.name} is closed")
-            if self._run and self._link.state is not State.UNREACHABLE:
-                with contextlib.suppress(httpx.HTTPError, TimeoutError):
-                    async with asyncio.timeout(GOODBYE_S):
-                        await fresh.request("DELETE", "/lease", headers={SESSION_HEADER: tenure.session})
-        for client in (http, fresh):
-            if client is not None:
-                await client.aclose()
+        await super().start(patient)
+        self._tasks.insert(0, asyncio.create_task(self._tell()))
 
     # Requests
 
@@ -198,7 +70,7 @@ class RemoteWorker:
                 await self._cancel(tenure, request.trajectory)
             self._streaming.discard(request.trajectory)
 
-    async def _turn(self, tenure: _Tenure, request: Request) -> AsyncIterator[Chunk]:
+    async def _turn(self, tenure: Tenure, request: Request) -> AsyncIterator[Chunk]:
         """The chunks; where the connection breaks before the first one, over several attempts. Where it breaks later,
         the turn ends as preempted: what is left is another request."""
         for _ in range(ATTEMPTS):
@@ -242,7 +114,7 @@ class RemoteWorker:
         self._lose(tenure, f"its connection broke {ATTEMPTS} times before an answer")
         raise self._gone()
 
-    async def _read(self, tenure: _Tenure, request: Request, items: asyncio.Queue) -> None:
+    async def _read(self, tenure: Tenure, request: Request, items: asyncio.Queue) -> None:
         """Puts chunks into `items`, None for a sign of life, and at last what ended them, if it was no last chunk."""
         headers = {SESSION_HEADER: tenure.session}
         try:
@@ -259,7 +131,7 @@ class RemoteWorker:
         except Exception as error:  # noqa: BLE001 - whatever it is, the turn that waits here has to hear of it
             items.put_nowait(error)
 
-    def _check_version(self, tenure: _Tenure, least: int, chunk: Chunk) -> None:
+    def _check_version(self, tenure: Tenure, least: int, chunk: Chunk) -> None:
         """Raises WorkerLost where it has other weights than it was given: nothing it says can be used."""
         most = max(tenure.version, tenure.version if tenure.sent is None else tenure.sent)
         if not least <= chunk.version <= most:
@@ -267,7 +139,7 @@ class RemoteWorker:
             self._lose(tenure, f"it answers with weights of version {chunk.version}; it was given {given}")
             raise self._gone()
 
-    async def _cancel(self, tenure: _Tenure, trajectory: str) -> None:
+    async def _cancel(self, tenure: Tenure, trajectory: str) -> None:
         """Its slot is free when this returns, unless the worker does not answer."""
         if tenure.gone.done() or not tenure.told.is_set():
             return
@@ -288,6 +160,21 @@ class RemoteWorker:
     def _say(self, path: str, fields: dict[str, Any]) -> None:
         if self._tenure is not None and not self._tenure.gone.done():
             self._tenure.said.put_nowait((path, fields))
+
+    async def _tell(self) -> None:
+        """Passes on, in order, what `prioritise` and `release` have to say."""
+        while True:
+            await self._met.wait()
+            tenure = self._tenure
+            with contextlib.suppress(WorkerError):
+                while True:
+                    path, fields = await self._unless_gone(tenure, tenure.said.get())
+                    try:
+                        await self._call("POST", path, tenure, json=fields)
+                    except ContractError as error:
+                        logging.warning("worker %s: %s", self.name, error)
+                    finally:
+                        tenure.said.task_done()
 
     # KV and weights
 
@@ -328,241 +215,6 @@ class RemoteWorker:
         self._load = Load(**info.load)
         return self._load
 
-    # Calls
-
-    @property
-    def _client(self) -> httpx.AsyncClient:
-        if self._http is None:
-            raise self._gone()
-        return self._http
-
-    def _present(self) -> _Tenure:
-        if self._http is None or self._tenure is None or self._tenure.gone.done():
-            raise self._gone()
-        return self._tenure
-
-    async def _call(self, method: str, path: str, tenure: _Tenure | None = None, **options) -> httpx.Response:
-        """Every call of this kind may be made twice."""
-        tenure = tenure or self._present()
-        for _ in range(ATTEMPTS):
-            await self._unless_gone(tenure, tenure.told.wait())
-            try:
-                answer = await self._unless_gone(tenure, self._send(method, path, tenure, **options))
-            except httpx.HTTPError as error:
-                await self._broken(tenure, error)
-                continue
-            if answer.status_code >= 400:
-                raise self._refused(tenure, answer.status_code, answer.text)
-            return answer
-        self._lose(tenure, f"its connection broke {ATTEMPTS} times at {method} {path}")
-        raise self._gone()
-
-    async def _send(self, method: str, path: str, tenure: _Tenure, **options) -> httpx.Response:
-        """Once more on a fresh connection where a kept one breaks: the other side may just have closed it."""
-        headers = {SESSION_HEADER: tenure.session}
-        try:
-            return await self._client.request(method, path, headers=headers, **options)
-        except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
-            if self._fresh is None:
-                raise
-            return await self._fresh.request(method, path, headers=headers, **options)
-
-    async def _unless_gone(self, tenure: _Tenure, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` gives.
-
-        Raises:
-          WorkerLost: the worker is lost first; `work` is cancelled.
-        """
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait({task, tenure.gone}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.wait({task})
-        if task.cancelled():
-            raise self._gone()
-        return task.result()
-
-    def _refused(self, tenure: _Tenure, status: int, text: str) -> VenusError:
-        """What is raised for an answer that is no success."""
-        error = error_of(status, text)
-        if isinstance(error, Held):
-            self._lose(tenure, str(error))
-            return self._gone()
-        return error
-
-    def _gone(self) -> WorkerError:
-        """What those hear who wait for it."""
-        if self._http is None:
-            return WorkerError(f"worker {self.name} is closed")
-        return WorkerLost(f"worker {self.name} is lost: {self._link.reason}")
-
-    # Whether it is there
-
-    async def _broken(self, tenure: _Tenure, error: Exception) -> None:
-        """A connection has broken: asks whether the worker is there. Where nobody listens any more, nothing is to be
-        waited for."""
-        if _refused_connection(error):
-            self._lose(tenure, NOBODY_LISTENS)
-            return
-        probed = self._probed
-        self._wake.set()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(PROBE_EVERY_S + PROBE_S):
-                await self._unless_gone(tenure, probed.wait())
-
-    def _lose(self, tenure: _Tenure, why: str) -> None:
-        if tenure is self._tenure and not tenure.gone.done():
-            self._link.lost(why)
-            self._changed()
-
-    def _give_up_on_updates(self, tenure: _Tenure) -> None:
-        if tenure.updates and self._link.state is State.UNREACHABLE:
-            self._link.lost(f"{self._link.reason}, and there are new weights")
-            self._changed()
-
-    def _changed(self) -> None:
-        """Carries out what the link says."""
-        tenure, state = self._tenure, self._link.state
-        if tenure is None or tenure.gone.done():
-            return
-        if state is State.UNREACHABLE:
-            if tenure.told.is_set():
-                logging.warning("worker %s does not answer: %s", self.name, self._link.reason)
-            tenure.ready.clear()
-            tenure.told.clear()
-            self._give_up_on_updates(tenure)
-        elif state is State.AWAY:
-            self._complain()
-            self._met.clear()
-            if self.farewell is not None:
-                self.farewell(self)
-            tenure.gone.set_result(self._link.reason)
-        else:
-            tenure.told.set()
-            if state is State.CONNECTED:
-                tenure.ready.set()
-
-    async def _watch(self) -> None:
-        """Asks for ever whether it is there, and lets it join when it is."""
-        while True:
-            wait_s = PROBE_EVERY_S
-            if self._link.state is State.AWAY and self._refusals:
-                wait_s = min(LONGEST_BACKOFF_S, PROBE_EVERY_S * 2**self._refusals)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    await self._wake.wait()
-            self._wake.clear()
-            await self._probe()
-            self._probed.set()
-            self._probed = asyncio.Event()
-            if self._link.state is State.JOINING and (self._joining is None or self._joining.done()):
-                self._joining = asyncio.create_task(self._try_to_join(self._tenure))
-
-    async def _probe(self) -> None:
-        """One question, which renews the lease too."""
-        away, began, tenure = self._link.state is State.AWAY, self._clock.now(), self._tenure
-        session = os.urandom(8).hex() if away else tenure.session
-        settled = not away and tenure.settled
-        try:
-            async with asyncio.timeout(PROBE_S):
-                answer = await self._ask(session, away)
-        except (httpx.HTTPError, TimeoutError) as error:
-            now, late = self._clock.now(), isinstance(error, TimeoutError)
-            if late and now - began > 2 * PROBE_S:
-                return  # it is this process that stood still; ask again
-            if _refused_connection(error):
-                self._link.lost(NOBODY_LISTENS)
-            else:
-                self._link.silent(now, f"no answer for {PROBE_S:.0f} s" if late else repr(error))
-        else:
-            if not away and self._link.state is State.AWAY:
-                return  # lost meanwhile: the answer is about what was
-            if answer.status_code != 200:
-                self._link.lost(str(error_of(answer.status_code, answer.text)))
-            else:
-                self._heard(answer, session, away, settled)
-        if self._link.state is State.AWAY:
-            self._complain()
-        self._changed()
-
-    async def _ask(self, session: str, start: bool) -> httpx.Response:
-        call: tuple[str, str] = ("GET", "/info") if not self._run else ("POST", "/lease")
-        body = {} if not self._run else {"json": {"run": self._run, "session": session, "start": start}}
-        try:
-            return await self._client.request(*call, **body)
-        except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
-            return await self._fresh.request(*call, **body)
-
-    def _heard(self, answer: httpx.Response, session: str, away: bool, settled: bool) -> None:
-        """Args:
-        away: it was not there when it was asked.
-        settled: it had weights of this run then.
-        """
-        try:
-            info = parse(Description, answer.content)
-            load = Load(**info.load)
-        except (ContractError, TypeError) as error:
-            return self._link.lost(f"what answers there is no worker of this release ({error})")
-        if info.failure is not None:
-            return self._link.lost(info.failure)
-        self._load = load
-        if away:
-            self._tenure = _Tenure(session if self._run else "", asyncio.get_running_loop().create_future())
-            self._tenure.version = info.version
-            self.slots, self.max_length, self.kv_tokens = info.slots, info.max_length, info.kv_tokens
-            self._met.set()
-        elif settled and self._tenure.settled and self._run and info.weights_of != session:
-            return self._link.lost("it has weights that this run did not give it")
-        self._link.answered(info.instance)
-
-    async def _try_to_join(self, tenure: _Tenure) -> None:
-        try:
-            await self._join(tenure)
-        except WorkerLost:
-            pass  # said already
-        except VenusError as error:
-            self._refusals += 1
-            self._lose(tenure, str(error))
-        else:
-            if self._complaint:
-                logging.warning("worker %s takes requests", self.name)
-            self._complaint, self._refusals = "", 0
-
-    async def _join(self, tenure: _Tenure) -> None:
-        if self.max_length < self._needed_length:
-            raise ContractError(
-                f"worker {self.name} takes sequences of {self.max_length} tokens, this run has "
-                f"{self._needed_length}; start it with the same rollout.max_length"
-            )
-        self.max_length = self._needed_length or self.max_length
-        if self.welcome is not None:
-            await self.welcome(self)
-        self._link.joined()
-        self._changed()
-
-    def _complain(self) -> None:
-        """Says once why it is not used."""
-        if self._link.reason != self._complaint and self._tasks:
-            self._complaint = self._link.reason
-            logging.warning("worker %s is not used: %s", self.name, self._complaint)
-
-    async def _tell(self) -> None:
-        """Passes on, in order, what `prioritise` and `release` have to say."""
-        while True:
-            await self._met.wait()
-            tenure = self._tenure
-            with contextlib.suppress(WorkerError):
-                while True:
-                    path, fields = await self._unless_gone(tenure, tenure.said.get())
-                    try:
-                        await self._call("POST", path, tenure, json=fields)
-                    except ContractError as error:
-                        logging.warning("worker %s: %s", self.name, error)
-                    finally:
-                        tenure.said.task_done()
-
 
 def check_addresses(addresses: tuple[str, ...], reconnect_s: float) -> None:
     """Raises ConfigError where RemoteWorker could not be made of them."""
@@ -579,14 +231,3 @@ def check_addresses(addresses: tuple[str, ...], reconnect_s: float) -> None:
         raise ConfigError(f"rollout.addresses={addresses} names a worker twice; name each once")
     if not (math.isfinite(reconnect_s) and reconnect_s >= 0):
         raise ConfigError(f"rollout.reconnect_s={reconnect_s}; give seconds, 0 or more")
-
-
-def _refused_connection(error: BaseException | None) -> bool:
-    """Whether nobody listens at the address."""
-    while error is not None:
-        if isinstance(error, ConnectionRefusedError):
-            return True
-        if isinstance(error, BaseExceptionGroup):
-            return all(_refused_connection(e) for e in error.exceptions)
-        error = error.__cause__ or error.__context__
-    return False

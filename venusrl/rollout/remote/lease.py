@@ -1,7 +1,8 @@
 """Who a worker belongs to. A pure state machine: the time comes with each call.
 
 A run claims a worker under a session, a word that it draws anew whenever it begins with the worker; every call of that
-session renews the claim. Weights, requests and KV of one session never meet those of another.
+session renews the claim. Weights, requests and KV of one session never meet those of another. A run that is started
+again need not wait for the lease of its old process; the old process, if it still lives, then has to.
 """
 
 import math
@@ -22,7 +23,7 @@ class Lease:
     """
 
     def __init__(self, seconds: float = LEASE_S):
-        self.run = self.session = ""
+        self.run = self.session = self._process = ""
         self._seconds = seconds
         self._until = -math.inf
 
@@ -30,21 +31,23 @@ class Lease:
         """Seconds until another run may claim the worker; 0 where it may already."""
         return max(0.0, self._until - now)
 
-    def claim(self, now: float, run: str, session: str, start: bool) -> bool:
+    def claim(self, now: float, run: str, process: str, session: str, start: bool, first: bool = False) -> bool:
         """Takes or renews the lease; whether the session is a new one.
 
         Args:
+          process: of the run.
           start: the session begins. Only then may it be another than the last.
+          first: the process has had none with this worker.
 
         Raises:
           Held: another run has it, or the session is one that has ended.
         """
-        if run != self.run and self.left(now):
+        if self.left(now) and (run != self.run or (process != self._process and not (start and first))):
             raise self._held(now)
         changed = session != self.session
         if changed and not start:
             raise Held(f"session {session} of run {run} has ended here; begin another one")
-        self.run, self.session, self._until = run, session, now + self._seconds
+        self.run, self._process, self.session, self._until = run, process, session, now + self._seconds
         return changed
 
     def check(self, now: float, session: str) -> None:

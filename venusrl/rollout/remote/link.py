@@ -44,10 +44,14 @@ class Link:
         if self.state is State.JOINING:
             self.state = State.CONNECTED
 
-    def silent(self, now: float, why: str) -> None:
-        """A call came to nothing."""
+    def left(self, now: float) -> float:
+        """Seconds for which requests still wait for it, where it is UNREACHABLE."""
+        return self._since + self._reconnect_s - now
+
+    def silent(self, now: float, why: str, since: float | None = None) -> None:
+        """A call came to nothing. `since`: when it was made; it is `now`."""
         if self.state is State.CONNECTED:
-            self.state, self._since = State.UNREACHABLE, now
+            self.state, self._since = State.UNREACHABLE, now if since is None else since
         elif self.state is State.JOINING:
             self.state = State.AWAY
         self.reason = why
@@ -55,7 +59,7 @@ class Link:
 
     def passed(self, now: float) -> None:
         """It is `now`."""
-        if self.state is State.UNREACHABLE and now - self._since >= self._reconnect_s:
+        if self.state is State.UNREACHABLE and self.left(now) <= 0:
             self.state = State.AWAY
 
     def lost(self, why: str) -> None:

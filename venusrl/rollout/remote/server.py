@@ -108,7 +108,7 @@ class _Door:
         body = parse(ClaimBody, await read(http, LONGEST_BODY))
         if self._worker.failure is not None:
             raise again(self._worker.failure)
-        if self._lease.claim(self._clock.now(), body.run, body.session, body.start):
+        if self._lease.claim(self._clock.now(), body.run, body.process, body.session, body.start, body.first):
             await self._generate.cancel_all(Held(f"the worker was taken over by run {body.run}"))
         return JSONResponse({**self._description(), "weights_of": self._weights_of})
 
@@ -174,6 +174,8 @@ class _Door:
         params = await asyncio.to_thread(self._codec.read_weights, await read(http, self._codec.most_weights))
         async with self._updating:
             self._check(http)  # the worker may have changed hands meanwhile
+            if self._weights_of == session and version == self._worker.version:
+                return JSONResponse({"version": version})  # sent twice, for its connection broke
             first = self._weights_of == FIRST and version > self._worker.version
             if self._weights_of != session and not first:
                 self._weights_of = None

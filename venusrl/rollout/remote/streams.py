@@ -15,16 +15,20 @@ from venusrl.rollout.worker import Request, Worker
 
 LONGEST_BODY = 16 * 2**20  # bytes of a request that is no KV and no weights
 
+LAST_WORD_S = 1.0  # for a caller to hear why its stream ends; one that does not read is not waited for
+
 
 @dataclasses.dataclass(eq=False)
 class _Stream:
     """Attributes:
     gone: done once nobody wants it any more; with what its caller is told, None where there is no caller.
     ended: its slot is free.
+    task: that answers.
     """
 
     gone: asyncio.Future
     ended: asyncio.Event
+    task: asyncio.Task
 
     def end(self, why: VenusError | None) -> None:
         if not self.gone.done():
@@ -54,8 +58,14 @@ class Generate:
     async def _end(self, streams: list[_Stream], why: VenusError | None) -> None:
         for stream in streams:
             stream.end(why)
+        waits = [asyncio.ensure_future(stream.ended.wait()) for stream in streams]
+        if waits:
+            await asyncio.wait(waits, timeout=LAST_WORD_S)
         for stream in streams:
-            await stream.ended.wait()
+            if not stream.ended.is_set():
+                stream.task.cancel()
+        for wait in waits:
+            await wait
 
     async def __call__(self, scope, receive, send) -> None:
         http = HttpRequest(scope, receive)
@@ -67,7 +77,7 @@ class Generate:
         except VenusError as error:
             return await answer(status_of(error), error)(scope, receive, send)
         request = Request(**dict(fields))
-        stream = _Stream(asyncio.get_running_loop().create_future(), asyncio.Event())
+        stream = _Stream(asyncio.get_running_loop().create_future(), asyncio.Event(), asyncio.current_task())
         listening = asyncio.ensure_future(_hang_up(receive, stream))
         self._streams.setdefault(request.trajectory, []).append(stream)
         begun = False

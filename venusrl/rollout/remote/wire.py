@@ -46,12 +46,16 @@ class ClaimBody(Body):
     """Attributes:
     run: whose lease it is; it is told to others who ask for the worker.
     session: drawn anew for each time that the run begins with this worker.
-    start: it begins now.
+    process: of the run, a word that it has drawn.
+    start: the session begins now.
+    first: the process has had none with this worker before.
     """
 
     run: Annotated[str, Field(min_length=1, max_length=1024)]
+    process: Annotated[str, Field(min_length=1, max_length=128)]
     session: Annotated[str, Field(min_length=1, max_length=128)]
     start: bool = False
+    first: bool = False
 
 
 class Answer(BaseModel):
@@ -88,7 +92,7 @@ class Description(Answer):
     failure: str | None
     instance: str
     weights_of: str | None = None
-    load: dict[str, float]
+    load: dict[str, int | float]
 
 
 class Applied(Answer):
