@@ -10,7 +10,6 @@ import asyncio
 import json
 import os
 from collections import defaultdict
-from pathlib import Path
 
 from absl import flags
 
@@ -19,9 +18,9 @@ from envs.repair.baselines import BASELINES
 from envs.repair.env import RepairTasks
 from launchers import program, system
 from launchers.configuration import load_config
+from launchers.finished import newest
 from launchers.run_id import named
-from venusrl.core.errors import CheckpointError, ConfigError, TaskError
-from venusrl.learner.checkpoint import Checkpointer
+from venusrl.core.errors import ConfigError, TaskError
 from venusrl.observe.intervals import wilson
 from venusrl.rollout.evaluation import evaluate
 from venusrl.sandbox import SandboxPool
@@ -45,17 +44,8 @@ Graded = list[tuple[str, float]]  # (family, reward) of each task
 
 async def _policy(config, count: int) -> tuple[Graded, int]:
     """Results of the newest checkpoint, and the number of lost episodes."""
-    folder = Path(_WORKDIR.value) / "checkpoints"
-    if not folder.is_dir():
-        raise CheckpointError(f"no checkpoints in {_WORKDIR.value}; train first, or fix --workdir")
     model = system.load_model(config)
-    learner = system.make_learner(config, model.config)
-    checkpoints = Checkpointer(folder, config.checkpoint.keep)
-    restored = checkpoints.restore(learner.abstract_state())
-    checkpoints.close()
-    if restored is None:
-        raise CheckpointError(f"no checkpoint in {folder}; train first, or fix --workdir")
-    step, state, _ = restored
+    step, state = newest(config, model.config, _WORKDIR.value)
     print(f"step {step} of {_WORKDIR.value}, temperature {config.eval.temperature}")
     name = named(os.urandom(8).hex(), f"evaluation of {_WORKDIR.value}")
     async with system.open_rollout(config, model, state.params, step, run=name, patient=False) as rollout:

@@ -16,9 +16,8 @@ from absl import flags
 from launchers import program, system
 from launchers.address import define_address
 from launchers.configuration import check_config, define_config
-from venusrl.core.errors import CheckpointError
+from launchers.finished import newest
 from venusrl.core.listening import answer
-from venusrl.learner.checkpoint import Checkpointer
 from venusrl.learner.publish import publish
 from venusrl.rollout.engine.engine import Engine
 from venusrl.rollout.engine.jax_worker import JaxWorker
@@ -31,26 +30,14 @@ _QUEUE = flags.DEFINE_integer("queue", 1024, "Replies that may wait; one more is
 _ADDRESS = define_address(8000)
 
 
-def weights(config, model: system.Model, workdir: str):
-    """(parameters, version) to serve."""
-    if not workdir:
-        return model.params, 0
-    folder = Path(workdir) / "checkpoints"
-    if not folder.is_dir():
-        raise CheckpointError(f"no checkpoints in {workdir}; train first, or fix --workdir")
-    checkpoints = Checkpointer(folder, config.checkpoint.keep)
-    restored = checkpoints.restore(system.make_learner(config, model.config).abstract_state())
-    checkpoints.close()
-    if restored is None:
-        raise CheckpointError(f"no checkpoint in {folder}; train first, or fix --workdir")
-    return restored[1].params, restored[0]
-
-
 async def serve(config, workdir: str) -> None:
     """Until it is told to stop."""
     door = _ADDRESS.door()
     model = system.load_model(config)
-    params, version = weights(config, model, workdir)
+    version, params = 0, model.params
+    if workdir:
+        version, state = newest(config, model.config, workdir)
+        params = state.params
     listener, address = _ADDRESS.listen()
     shape = model.config
     engine = Engine(shape, publish(params, shape.dtype), version, model.chat.stop_tokens, system.engine_options(config))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from configs import quickstart
-from launchers import export, system
+from launchers import finished, system
 from launchers.configuration import save_config
 from venusrl.core.errors import CheckpointError, ConfigError
 from venusrl.learner.checkpoint import Checkpointer
@@ -41,7 +41,7 @@ def run(tmp_path_factory, checkpoint):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_export_loads_back_as_the_model_that_was_trained(tmp_path, run, dtype, checkpoint):
     workdir, params = run
-    assert export.export(str(workdir), str(tmp_path / "out"), dtype) == STEP
+    assert finished.export(str(workdir), str(tmp_path / "out"), dtype) == STEP
     config = quickstart.get_config("smoke")
     config.model.name, config.model.checkpoint = "", str(tmp_path / "out")
     again = system.load_model(config)
@@ -57,7 +57,7 @@ def test_an_export_loads_back_as_the_model_that_was_trained(tmp_path, run, dtype
 def test_an_export_says_what_transformers_needs(tmp_path, run):
     workdir, _ = run
     out = tmp_path / "out"
-    export.export(str(workdir), str(out), "bfloat16")
+    finished.export(str(workdir), str(out), "bfloat16")
     config, generation, tokenizer = (
         json.loads((out / f"{name}.json").read_text()) for name in ("config", "generation_config", "tokenizer_config")
     )
@@ -79,7 +79,7 @@ def json_config(folder):
 def test_weights_are_cut_into_files_with_an_index(tmp_path, run):
     workdir, params = run
     out = tmp_path / "out"
-    export.export(str(workdir), str(out), "float32", shard_bytes=10**6)
+    finished.export(str(workdir), str(out), "float32", shard_bytes=10**6)
     files = sorted(out.glob("*.safetensors"))
     assert len(files) > 3 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
     assert max(file.stat().st_size for file in files) < 10**6 + 10_000
@@ -94,12 +94,12 @@ def test_nothing_is_written_over(tmp_path, run):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("kept")
     with pytest.raises(CheckpointError, match="is there and not empty"):
-        export.export(str(workdir), str(tmp_path / "out"))
+        finished.export(str(workdir), str(tmp_path / "out"))
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
     (tmp_path / "file").write_text("kept")
     with pytest.raises(CheckpointError, match="is there and not empty"):
-        export.export(str(workdir), str(tmp_path / "file"))
-    export.export(str(workdir), str(tmp_path / "file.d"))  # and one that does not exist is made
+        finished.export(str(workdir), str(tmp_path / "file"))
+    finished.export(str(workdir), str(tmp_path / "file.d"))  # and one that does not exist is made
 
 
 def test_an_export_that_dies_leaves_no_folder_and_the_next_one_takes_its_place(tmp_path, run, monkeypatch):
@@ -114,12 +114,12 @@ def test_an_export_that_dies_leaves_no_folder_and_the_next_one_takes_its_place(t
 
     monkeypatch.setattr("venusrl.models.hf.hf_config.describe", die)  # after the weights
     with pytest.raises(Killed):
-        export.export(str(workdir), str(out))
+        finished.export(str(workdir), str(out))
     assert not out.exists()
     with pytest.raises((CheckpointError, ConfigError)):
         open_folder(out.with_name(".out.partial"))
     monkeypatch.undo()
-    export.export(str(workdir), str(out))
+    finished.export(str(workdir), str(out))
     assert [path.name for path in out.parent.iterdir()] == ["out"]
     open_folder(out).params()
 
@@ -127,18 +127,18 @@ def test_an_export_that_dies_leaves_no_folder_and_the_next_one_takes_its_place(t
 def test_what_is_missing_is_named(tmp_path, run):
     workdir, _ = run
     with pytest.raises(ConfigError, match=r"no config\.json in"):
-        export.export(str(tmp_path / "nowhere"), str(tmp_path / "out"))
+        finished.export(str(tmp_path / "nowhere"), str(tmp_path / "out"))
     shutil.copy(workdir / "config.json", tmp_path)
     with pytest.raises(CheckpointError, match="no checkpoints in"):
-        export.export(str(tmp_path), str(tmp_path / "out"))
+        finished.export(str(tmp_path), str(tmp_path / "out"))
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(CheckpointError, match="no checkpoint in"):
-        export.export(str(tmp_path), str(tmp_path / "out"))
+        finished.export(str(tmp_path), str(tmp_path / "out"))
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):
-        export.export(str(workdir), str(tmp_path / "file" / "out"))
+        finished.export(str(workdir), str(tmp_path / "file" / "out"))
     with pytest.raises(ConfigError, match="--out=''"):
-        export.export(str(workdir), "")
+        finished.export(str(workdir), "")
 
 
 def test_the_program_exports_in_one_line_and_fails_in_one(tmp_path, run):
