@@ -1,4 +1,4 @@
-"""What a run has left in its folder, for programs that use it: its newest checkpoint, and that as a folder of a model."""
+"""What a run has left in its folder, for programs that use it: the newest checkpoint, as it is or as a model to load."""
 
 from pathlib import Path
 
