@@ -1,4 +1,4 @@
-"""What a run has left in its folder, for programs that use it: the newest checkpoint, as it is or as a model to load."""
+"""What a run has left in its folder, for programs that use it: the newest checkpoint, as it is or as a model."""
 
 from pathlib import Path
 
