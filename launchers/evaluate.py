@@ -3,7 +3,8 @@
     python -m launchers.evaluate --workdir=runs/quickstart --tasks=200
     python -m launchers.evaluate --workdir=runs/quickstart --baseline=one_fix
 
-The last line is one JSON object.
+It generates with an engine of its own, whatever the run was trained with: a run's workers may be at work for it. With
+--addresses it asks for workers in other processes. The last line is one JSON object.
 """
 
 import asyncio
