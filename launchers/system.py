@@ -199,6 +199,7 @@ def check(config: config_dict.ConfigDict) -> None:
             f"learner.rows_per_part={config.learner.rows_per_part} is not a multiple of data x fsdp={split}"
         )
     check_addresses(tuple(config.rollout.addresses), config.rollout.reconnect_s)
+    worker_key(config)
 
 
 def make_learner(config: config_dict.ConfigDict, shape: ModelConfig) -> Learner:
@@ -312,10 +313,20 @@ def make_workers(
             return hf.to_bytes(params, shape, shape.dtype)
 
         r, write = config.rollout, _once(write)
-        key = read_key(r.key_file, "rollout.key_file") if r.key_file else ""
+        key = worker_key(config)
         return tuple(RemoteWorker(a, write, run, key, r.reconnect_s, r.max_length) for a in r.addresses)
     engines = (Engine(shape, params, version, stop, options) for _ in range(config.rollout.workers))
     return tuple(JaxWorker(f"jax-{i}", engine) for i, engine in enumerate(engines))
+
+
+def worker_key(config: config_dict.ConfigDict) -> str:
+    """What workers in other processes are shown; "" for nothing.
+
+    Raises:
+      ConfigError: the file cannot be read, or has no key.
+    """
+    path = config.rollout.key_file
+    return read_key(path, "rollout.key_file") if path else ""
 
 
 def _once(write: Callable[[dict], bytes]) -> Callable[[dict], bytes]:

@@ -275,16 +275,24 @@ async def test_a_worker_whose_engine_fails_ends_with_its_reason(checkpoint, monk
         await asyncio.wait_for(serving, 20)
 
 
-def test_a_key_is_the_first_line_of_its_file_and_what_is_none_is_refused(tmp_path):
-    path = tmp_path / "key"
-    path.write_text("s3cret\nand a remark\n")
-    assert system.read_key(str(path)) == "s3cret" and system.read_key("") == ""
-    for text in (b"", b"\n", b"\xff\xfe", b"a\x00b\n"):
-        path.write_bytes(text)
+@pytest.mark.parametrize("program", ["launchers.worker", "launchers.serve"])
+def test_an_address_that_others_reach_needs_a_key(checkpoint, program):
+    command = [c for c in programs.command("unused", checkpoint) if not c.startswith("--workdir")]
+    command[command.index("launchers.train")] = program
+    ended = subprocess.run(
+        [*command, "--host=0.0.0.0", "--port=0"], cwd=programs.ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 1 and ended.stderr.count("\n") == 1 and "--key_file" in ended.stderr
+
+
+def test_a_key_that_is_none_is_refused_before_a_model_is_read(tmp_path):
+    config = quickstart.get_config("smoke")
+    config.rollout.addresses = ("http://10.0.0.2:9001",)
+    (tmp_path / "key").write_text("short")
+    for path in (tmp_path / "key", tmp_path / "missing", tmp_path):
+        config.rollout.key_file = str(path)
         with pytest.raises(ConfigError, match=r"rollout\.key_file"):
-            system.read_key(str(path))
-    with pytest.raises(ConfigError, match=r"rollout\.key_file"):
-        system.read_key(str(tmp_path))
+            system.check(config)
 
 
 def test_addresses_that_are_none_are_refused_before_a_model_is_read():
