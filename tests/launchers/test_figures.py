@@ -7,7 +7,7 @@ import json
 import pytest
 
 from launchers.figures import all as every
-from launchers.figures import common, fig02_motivation, live
+from launchers.figures import common, fig02_motivation, fig12_discards, live
 from launchers.figures.common import Cell, Row, Settings, bound_s, run_cell
 from venusrl.core.errors import TaskError
 
@@ -21,7 +21,8 @@ def short(monkeypatch):
     monkeypatch.setattr(live, "BATCH", 1)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_every_figure_is_written_and_shown_beside_the_papers_numbers(short, tmp_path, capsys):
     rows = every.make(Settings(quick=True, seeds=1, workdir=tmp_path, jobs=1))
     page = (tmp_path / "index.html").read_text()
@@ -44,6 +45,14 @@ def test_every_figure_is_written_and_shown_beside_the_papers_numbers(short, tmp_
     ours = common.numbers(rows)
     assert set(ours) == {figure.NAME for figure in every.FIGURES}
     assert ours["fig10_end_to_end"]["qwen3-4b B32 async 2.0: venus: batches/h"] > 0
+
+
+def test_a_figure_is_written_and_shown(short, tmp_path, monkeypatch):
+    monkeypatch.setattr(every, "FIGURES", (fig12_discards,))
+    rows = every.make(Settings(quick=True, seeds=1, workdir=tmp_path, jobs=1))
+    assert rows and all(row.source == "simulated" for row in rows)
+    assert "fig12_discards.png" in (tmp_path / "index.html").read_text()
+    assert len(json.loads((tmp_path / "fig12_discards.json").read_text())) == len(rows)
 
 
 def test_a_seed_gives_the_same_cell_again(short):
