@@ -1,9 +1,9 @@
 """An OpenAI-compatible server over a model of ours; what passes through it is captured, token by token.
 
     python -m launchers.serve --config=configs/quickstart.py --port=8000
-    python -m launchers.serve --config=configs/quickstart.py --workdir=runs/quickstart --port=8000
+    python -m launchers.serve --workdir=runs/quickstart --port=8000
 
-With --workdir the newest checkpoint of that run is served, else the configuration's own. Give every conversation a
+With --workdir the newest checkpoint of that run is served, with the run's own configuration. Give every conversation a
 header `x-session-id`; GET /sessions/ID returns its tokens, mask, logprobs and versions. A session in which nothing
 happens for --idle_s seconds is forgotten.
 """
@@ -15,7 +15,7 @@ from absl import flags
 
 from launchers import program, system
 from launchers.address import define_address
-from launchers.configuration import check_config, define_config
+from launchers.configuration import check_config, define_config, load_config
 from launchers.finished import newest
 from venusrl.core.listening import answer
 from venusrl.learner.publish import publish
@@ -33,6 +33,9 @@ _ADDRESS = define_address(8000)
 async def serve(config, workdir: str) -> None:
     """Until it is told to stop."""
     door = _ADDRESS.door()
+    if workdir:  # its model, its tokenizer
+        config = load_config(workdir)
+        system.check(config)
     model = system.load_model(config)
     version, params = 0, model.params
     if workdir:

@@ -134,7 +134,7 @@ def test_its_own_options_reach_the_template(own, published, tokenizer):
     messages = [{"role": "user", "content": "u"}]
     quick = own.prompt(messages, options={"enable_thinking": False})
     assert quick == published.ids(messages, enable_thinking=False) != own.prompt(messages)
-    later = own.continuation(messages, tokenizer.im_end, {"enable_thinking": False})
+    later = own.continuation(messages, tokenizer.im_end, options={"enable_thinking": False})
     assert tokenizer.decode(later).endswith("<think>\n\n</think>\n\n")
 
 

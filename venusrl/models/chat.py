@@ -5,7 +5,6 @@ tokenised anew. Here a history is only ever appended to. The template renders th
 turn it renders a short conversation in which that turn is a placeholder, and what comes after the placeholder is taken.
 """
 
-import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -54,14 +53,20 @@ class ChatFormat:
         self._opening = () if template else self.prefix  # a template of the model's own writes it itself
         if not template and not tokenizer.speaks_chatml:
             raise ConfigError(f"{tokenizer.lacks_chatml}; give the model's folder its chat_template.jinja")
+        source = template or CHATML
+        self._template = ChatTemplate(source, tokenizer.control, variables)
+        markers = self._markers()
+        if markers:
+            tokenizer.make_control(markers)
+            self._template = ChatTemplate(source, tokenizer.control, variables)
         self._control = tokenizer.control
-        self._template = ChatTemplate(template or CHATML, self._control, variables)
         self.stop_tokens: tuple[int, ...] = (
             (tokenizer.im_end, tokenizer.end_of_text) if stop_tokens is None else tuple(stop_tokens)
         )
         self._stops = {text for text, token in self._control.items() if token in self.stop_tokens}
-        self._strings = True
+        self._strings, self._empty = True, ""  # while it is found out what the template takes
         self._strings = self._takes_strings()
+        self._empty = self._shown_beside_calls()
         self.reads_calls = self._offers_calls()
         self.note = self._difference() if template else None
 
@@ -86,9 +91,16 @@ class ChatFormat:
         return self.continuation([{"role": role, "content": text}], last_token)
 
     def continuation(
-        self, messages: Sequence[Message], last_token: int, options: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Message],
+        last_token: int,
+        tools: Sequence[Tool] = (),
+        options: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """As `observation`, for several messages.
+
+        Args:
+          tools: that the opening offered; some models have another template where there are any.
 
         Raises:
           ContractError: the template refuses them.
@@ -97,9 +109,18 @@ class ChatFormat:
         if messages and messages[0]["role"] == "tool":  # some templates refuse a result that nobody asked for
             call = {**_CALL, "id": messages[0].get("tool_call_id") or _CALL["id"]}
             said = {"role": "assistant", "content": "", "tool_calls": [call]}
-        pieces = self._template.render(self._plain([{"role": "user", "content": "."}, said, *messages]), (), options)
+        pieces = self._template.render(self._plain([{"role": "user", "content": "."}, said, *messages]), tools, options)
         ids = self._ids(self._after_reply(pieces))
         return ids[1:] if ids and ids[0] == last_token and last_token in self.stop_tokens else ids
+
+    def opens_thought(self, options: Mapping[str, Any] | None = None) -> bool:
+        """Whether a reply begins inside a thought, because the prompt ends with <think>.
+
+        Raises:
+          ContractError: the template refuses `options`.
+        """
+        pieces = self._template.render([{"role": "user", "content": "u"}], (), options)
+        return "".join(text for text, _ in pieces).rstrip().endswith("<think>")
 
     def reply(self, ids: Sequence[int]) -> str:
         """Text of a generated turn, without control tokens."""
@@ -115,30 +136,47 @@ class ChatFormat:
         return rest[next(closed, 0) :]
 
     def _ids(self, pieces: list[tuple[str, bool]]) -> list[int]:
+        """Some control tokens take white space beside them along, as their file says."""
         ids: list[int] = []
-        for text, control in pieces:
-            ids += [self._control[text]] if control else self._tokenizer.encode(text)
+        for i, (text, control) in enumerate(pieces):
+            if control:
+                ids.append(self._control[text])
+                continue
+            if i > 0 and self._tokenizer.strips(pieces[i - 1][0])[1]:
+                text = text.lstrip()
+            if i + 1 < len(pieces) and self._tokenizer.strips(pieces[i + 1][0])[0]:
+                text = text.rstrip()
+            ids += self._tokenizer.encode(text)
         return ids
 
     def _plain(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Messages as templates expect them: text contents, the role "system" for "developer", and arguments of calls
         in the form that this template renders as JSON."""
-        return [self._message(message) for message in messages]
+        return [self._message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
-    def _message(self, message: Message) -> dict[str, Any]:
-        plain = {**message, "content": message.get("content") or ""}
+    def _message(self, message: Message, where: str) -> dict[str, Any]:
+        calls = message.get("tool_calls")
+        plain = {**message, "content": message.get("content") or (self._empty if calls else "")}
         if plain["role"] == "developer":
             plain["role"] = "system"
-        calls = message.get("tool_calls")
         if calls:
-            plain["tool_calls"] = [{**call, "function": self._function(call["function"])} for call in calls]
+            plain["tool_calls"] = [
+                {**call, "function": self._function(call["function"], f"{where}.tool_calls[{i}].function.arguments")}
+                for i, call in enumerate(calls)
+            ]
         return plain
 
-    def _function(self, function: Mapping[str, Any]) -> dict[str, Any]:
+    def _function(self, function: Mapping[str, Any], where: str) -> dict[str, Any]:
         arguments = function.get("arguments")
+        if arguments is None or (isinstance(arguments, str) and arguments.strip() in ("", "null")):
+            arguments = "{}" if self._strings else {}
         if isinstance(arguments, str) and not self._strings:
-            with contextlib.suppress(ValueError):  # what is no JSON is shown as the text that it is
+            try:
                 arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                arguments = None
+            if not isinstance(arguments, dict):
+                raise ContractError(f"{where} is no JSON object; this model's template needs one")
         return {**function, "arguments": arguments}
 
     # What a template can do
@@ -147,6 +185,30 @@ class ChatFormat:
         return "".join(
             text for text, _ in self._template.render(self._plain(messages), tools, add_generation_prompt=generate)
         )
+
+    def _markers(self) -> list[str]:
+        """Tokens by which the template tells turns apart, and which the file does not call special: text that spells
+        one must not become it."""
+        plain = [token for token in self._tokenizer.added if token not in self._tokenizer.control]
+        if not plain:
+            return []
+        turns = [{"role": role, "content": "."} for role in ("user", "assistant", "user")]
+        try:
+            shown = "".join(text for text, _ in self._template.render(turns, add_generation_prompt=False))
+        except ContractError:
+            return []  # told of by `_difference`
+        return [token for token in plain if token in shown]
+
+    def _shown_beside_calls(self) -> str | None:
+        """What to give as content where a reply is calls alone: some templates show them only beside none at all."""
+        shown = []
+        for empty in ("", None):
+            self._empty = empty
+            try:
+                shown.append("call-of-f" in self._called({"k": "call-of-f"}))
+            except ContractError:
+                shown.append(False)
+        return None if shown == [False, True] else ""
 
     def _takes_strings(self) -> bool:
         """Whether arguments given as JSON text come out as given as an object."""

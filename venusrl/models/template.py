@@ -95,12 +95,14 @@ class ChatTemplate:
           ContractError: the template fails or refuses these messages; says what it says.
         """
         mark = None
-        if self._spelled(messages) or self._spelled(tools):
-            mark = _unused(messages, tools)
-            messages, tools = self._guarded(messages, mark), self._guarded(tools, mark)
+        given = [messages, tools, dict(options or {})]
+        if self._spelled(given):
+            mark = _unused(given)
+            given = self._guarded(given, mark)
+        messages, tools, options = given
         compiled = self._compiled.get("tool_use") if tools else None
         compiled = compiled or self._compiled.get("default") or next(iter(self._compiled.values()))
-        variables = {**self._variables, **(options or {}), "messages": messages, "tools": tools or None}
+        variables = {**self._variables, **options, "messages": messages, "tools": tools or None}
         try:
             text = compiled.render(**variables, add_generation_prompt=add_generation_prompt)
         except Exception as error:  # whatever a stranger's code raises
@@ -176,7 +178,7 @@ def _texts(value: Any) -> Iterable[str]:
             todo += item
 
 
-def _unused(*values: Any) -> str:
-    """A character that is in none of the texts."""
-    used = {c for value in values for text in _texts(value) for c in text if "\ue000" <= c <= "\uf8ff"}
+def _unused(value: Any) -> str:
+    """A character that is in none of its texts."""
+    used = {c for text in _texts(value) for c in text if "\ue000" <= c <= "\uf8ff"}
     return next((chr(code) for code in _PRIVATE if chr(code) not in used), "\x00")

@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
@@ -65,19 +65,22 @@ class Tokenizer:
         plain = [token for token in names if not getattr(added.get(backend.token_to_id(token)), "special", False)]
         if plain:  # else text that spells one would be one
             backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in plain])
-        self._control = frozenset(backend.token_to_id(token) for token in names)
-        leaking = [token for token in names if self._control & set(self.encode(f"a {token}{token} b\n{token}"))]
-        if leaking:
-            raise ConfigError(
-                f"the tokenizer makes {', '.join(leaking)} of text that spells them, so they cannot be control tokens; "
-                "take them out of eos_token_id, or use another tokenizer"
-            )
+        self._check_leaks(names)
         first = self.encode("a")[:1]
         if any(self._backend.id_to_token(i).startswith(_SPACES) for i in first):
             raise ConfigError(
                 "the tokenizer puts a space before every text, so the parts of a conversation do not join"
             )
         self.prefix = self._added_around()
+
+    def _check_leaks(self, names: Sequence[str]) -> None:
+        ids = {self._backend.token_to_id(token) for token in names}
+        leaking = [token for token in names if ids & set(self.encode(f"a {token}{token} b\n{token}"))]
+        if leaking:
+            raise ConfigError(
+                f"the tokenizer makes {', '.join(leaking)} of text that spells them, so they cannot be control tokens; "
+                "take them out of eos_token_id, or use another tokenizer"
+            )
 
     def _added_around(self) -> tuple[int, ...]:
         around = self._backend.encode("a", add_special_tokens=True)
@@ -130,16 +133,42 @@ class Tokenizer:
         """The spelling of a token in the file; None where there is none."""
         return self._backend.id_to_token(id_)
 
-    @property
+    @functools.cached_property
     def control(self) -> dict[str, int]:
         """Ids of the control tokens, by their text."""
         return {text: index for index, (text, special) in self._added.items() if special}
+
+    @property
+    def added(self) -> list[str]:
+        """Tokens that are looked for as they stand, control tokens and others."""
+        return [text for text, _ in self._added.values()]
+
+    def strips(self, token: str) -> tuple[bool, bool]:
+        """Whether an added token takes white space before it along, and after it."""
+        return self._stripping.get(token, (False, False))
+
+    def make_control(self, tokens: Iterable[str]) -> None:
+        """Text that spells one of these tokens is text from now on.
+
+        Raises:
+          ConfigError: it would still become the token.
+        """
+        names = list(tokens)
+        self._backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in names])
+        for name in ("_added", "_stripping", "control"):
+            self.__dict__.pop(name, None)
+        self._check_leaks(names)
 
     @functools.cached_property
     def _added(self) -> dict[int, tuple[str, bool]]:
         """(text, whether it is a control token) of each token that is looked for as it stands."""
         added = self._backend.get_added_tokens_decoder()
         return {index: (token.content, token.special) for index, token in added.items()}
+
+    @functools.cached_property
+    def _stripping(self) -> dict[str, tuple[bool, bool]]:
+        added = self._backend.get_added_tokens_decoder().values()
+        return {token.content: (token.lstrip, token.rstrip) for token in added if token.lstrip or token.rstrip}
 
     def bytes_of(self, token: int) -> bytes:
         """What a token stands for; part of a character where it is part of one."""

@@ -319,7 +319,7 @@ class RolloutService:
             done = observation.done
             if not done:
                 shown = observation.messages or ({"role": "user", "content": observation.text},)
-                ids = self._chat.continuation(shown, trajectory.tokens[-1])
+                ids = self._chat.continuation(shown, trajectory.tokens[-1], tools)
                 truncated = len(trajectory) + len(ids) >= self._max_length
                 if not truncated:
                     trajectory.append_observation(ids)

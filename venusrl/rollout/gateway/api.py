@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from venusrl.core.errors import ContractError
 from venusrl.rollout.worker import MOST_TOP
@@ -103,14 +104,23 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
 
+def _check_name(name: str) -> str:
+    if not name or any(c in '"\\' or not c.isprintable() for c in name):
+        raise ValueError("a function's name has printable characters, no quotes and no backslashes")
+    return name
+
+
+Name = Annotated[Text, AfterValidator(_check_name)]  # stands in JSON as it is, in templates
+
+
 class Function(_Strict):
-    name: Annotated[Text, Field(min_length=1)]
-    arguments: Text | dict[str, Json] = ""
+    name: Name
+    arguments: Text | dict[str, Json] | None = None
 
 
 class ToolCall(_Strict):
     id: Text | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     function: Function
 
 
@@ -146,7 +156,7 @@ class ChatMessage(_Strict):
 
 
 class ToolFunction(_Strict):
-    name: Annotated[Text, Field(min_length=1)]
+    name: Name
     description: Text | None = None
     parameters: dict[str, Json] | None = None
 
@@ -179,6 +189,11 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = None  # padding against traffic analysis: never added
 
 
+def _refusal(field: str, text: str) -> PydanticCustomError:
+    """An error of the whole call that is one field's fault."""
+    return PydanticCustomError("refused", "{text}", {"text": text, "field": field})
+
+
 class Call(_Strict):
     """What the two kinds of calls have in common.
 
@@ -203,21 +218,20 @@ class Call(_Strict):
             self._check_extra(name, value)
         stops = self.stops
         if len(stops) > STOPS or "" in stops:
-            raise ValueError(f"stop={self.stop!r}: give up to {STOPS} texts, none of them empty")
+            raise _refusal("stop", f"stop={_short(stops)}: give up to {STOPS} texts, none of them empty")
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is only allowed where stream is true")
+            raise _refusal("stream_options", "stream_options is only allowed where stream is true")
         return self
 
     def _check_extra(self, name: str, value: Any) -> None:
         if value is None or name in ACCEPTED:
             return
         if name not in ONLY:
-            raise ValueError(f"{name}: no such field here; leave it out")
+            raise _refusal(name, f"{name}: no such field here; leave it out")
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in ONLY[name]):
             instead = " or ".join(json.dumps(one) for one in ONLY[name])
-            raise ValueError(
-                f"{name}={_short(value)} is not supported; leave it out{f', or give {instead}' if instead else ''}"
-            )
+            text = f"{name}={_short(value)} is not supported; leave it out{f', or give {instead}' if instead else ''}"
+            raise _refusal(name, text)
 
     @property
     def stops(self) -> list[str]:
@@ -251,15 +265,16 @@ class ChatCall(Call):
     @model_validator(mode="after")
     def _check_chat(self) -> "ChatCall":
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs to be true")
+            raise _refusal("top_logprobs", "top_logprobs needs logprobs to be true")
         choice = self.tool_choice
         if choice == "required" and not self.tools:
-            raise ValueError('tool_choice="required" needs tools')
+            raise _refusal("tool_choice", 'tool_choice="required" needs tools')
         if isinstance(choice, NamedTool) and choice.function.name not in self.tool_names:
-            raise ValueError(f"tool_choice names {choice.function.name!r}, which is not among tools")
+            raise _refusal("tool_choice", f"tool_choice names {choice.function.name!r}, which is not among tools")
         reserved = {"messages", "tools", "add_generation_prompt"} & set(self.chat_template_kwargs or ())
         if reserved:
-            raise ValueError(f"chat_template_kwargs may not have {', '.join(sorted(reserved))}")
+            text = f"chat_template_kwargs may not have {', '.join(sorted(reserved))}"
+            raise _refusal("chat_template_kwargs", text)
         return self
 
     @property
@@ -297,9 +312,9 @@ class CompletionCall(Call):
             prompt = prompt[0]
         ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
         if not (isinstance(prompt, str) or ids):
-            raise ValueError("prompt must be text or a list of token ids; one a call")
+            raise _refusal("prompt", "prompt must be text or a list of token ids; one a call")
         if not prompt:
-            raise ValueError("prompt is empty; give at least one token")
+            raise _refusal("prompt", "prompt is empty; give at least one token")
         self.prompt = prompt
         return self
 
@@ -324,11 +339,11 @@ class HarnessCall(ChatCall):
     @model_validator(mode="after")
     def _check_harness(self) -> "HarnessCall":
         if self.samples > 1:
-            raise ValueError(f"n={self.n}: an episode has one reply a call")
+            raise _refusal("n", f"n={self.n}: an episode has one reply a call")
         if self.tool_choice not in (None, "none", "auto"):
-            raise ValueError("tool_choice: an episode's reply is free; give auto or none")
+            raise _refusal("tool_choice", "tool_choice: an episode's reply is free; give auto or none")
         if self.logprobs:
-            raise ValueError("logprobs: they are captured by the run; leave it out")
+            raise _refusal("logprobs", "logprobs: they are captured by the run; leave it out")
         return self
 
     def _check_extra(self, name: str, value: Any) -> None:
@@ -367,9 +382,11 @@ class BadCall(ContractError):
 
 def _complaint(error: ValidationError) -> tuple[str, str | None]:
     """(text, field) of the first thing that is wrong, and how many more there are."""
-    found = error.errors(include_url=False, include_context=False)
+    found = error.errors(include_url=False)
     first = found[0]
     where = _where(first["loc"])
+    if first["type"] == "refused":
+        return first["ctx"]["text"], first["ctx"]["field"]
     text = first["msg"].removeprefix("Value error, ")
     if first["type"] == "json_invalid":
         return f"the body is no JSON ({text.removeprefix('Invalid JSON: ')})", None

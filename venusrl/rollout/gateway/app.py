@@ -8,6 +8,7 @@ docs/gateway.md.
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import secrets
 import time
@@ -22,10 +23,10 @@ from starlette.routing import Route
 from venusrl.core.clock import Clock, WallClock
 from venusrl.core.errors import ContractError, VenusError, WorkerError
 from venusrl.core.http import Stream, body_of, until_gone
-from venusrl.core.trajectory import Trajectory, sampling_seed
+from venusrl.core.trajectory import sampling_seed
 from venusrl.models.chat import ChatFormat
 from venusrl.models.tokenizer import Tokenizer
-from venusrl.rollout.gateway.api import Call, ChatCall, CompletionCall, parsed
+from venusrl.rollout.gateway.api import BadCall, Call, ChatCall, CompletionCall, parsed
 from venusrl.rollout.gateway.errors import HANDLERS, Busy, error_body, error_response, too_long
 from venusrl.rollout.gateway.samples import ChatSample, Sample, TextSample, forced_text
 from venusrl.rollout.gateway.session import Plan, Session
@@ -84,11 +85,14 @@ class Gateway:
         return JSONResponse({"object": "list", "data": [self._described()]})
 
     async def _one_model(self, http: HttpRequest) -> Response:
+        if not http.path_params["name"]:  # a client that ends addresses with a slash
+            return await self._models(http)
         if http.path_params["name"] != self._model:
             return error_response(404, f"no model {http.path_params['name']!r}; this is {self._model!r}")
         return JSONResponse(self._described())
 
     async def _captured(self, http: HttpRequest) -> Response:
+        await self._drop_idle()
         name = http.path_params["name"]
         if name not in self._open:
             return error_response(404, f"no session {name!r}")
@@ -149,14 +153,15 @@ class Gateway:
         call = await self._call(http, ChatCall)
         if call.offered and not self._chat.reads_calls:
             raise ContractError("tools: this model's template offers them in a form that is not read here; leave out")
-        forced = self._tokenizer.encode(forced_text(call)) if forced_text(call) else []
+        thinking = self._chat.opens_thought(call.chat_template_kwargs)
+        forced = forced_text(call, thinking)
 
         def plan(session: Session) -> Plan:
             self._check_length(sum(len(message.content or "") for message in call.messages))
             found = session.plan_chat(call.history(), call.offered, call.chat_template_kwargs)
-            return dataclasses.replace(found, new=[*found.new, *forced])
+            return dataclasses.replace(found, new=[*found.new, *(self._tokenizer.encode(forced) if forced else ())])
 
-        return await self._answer(http, call, plan, ChatSample)
+        return await self._answer(http, call, plan, functools.partial(ChatSample, thinking=thinking))
 
     async def _completions(self, http: HttpRequest) -> Response:
         call = await self._call(http, CompletionCall)
@@ -167,7 +172,7 @@ class Gateway:
             text = isinstance(prompt, str)
             return session.plan_tokens([*self._chat.prefix, *self._tokenizer.encode(prompt)] if text else prompt)
 
-        return await self._answer(http, call, plan, TextSample)
+        return await self._answer(http, call, plan, functools.partial(TextSample, thinking=False))
 
     def _check_length(self, characters: int) -> None:
         if characters > self._longest_text:
@@ -178,12 +183,12 @@ class Gateway:
         return await asyncio.to_thread(parsed, kind, body)
 
     async def _answer(
-        self, http: HttpRequest, call: Any, plan_in: Callable[[Session], Plan], kind: type[Sample]
+        self, http: HttpRequest, call: Any, plan_in: Callable[[Session], Plan], sample_of: Callable[..., Sample]
     ) -> Response:
         named = http.headers.get("x-session-id") or call.user
         if named is not None and len(named) > 200:
             raise ContractError("x-session-id has more than 200 characters; shorten it")
-        replies = self._replies(call, named, plan_in, kind)
+        replies = self._replies(call, named, plan_in, sample_of)
         try:
             run = await until_gone(http, anext(replies))  # what is wrong with the call is an answer of its own
             if call.stream:
@@ -193,14 +198,17 @@ class Gateway:
             await replies.aclose()
             raise
         choices = [self._with_ids(call, run, sample, sample.choice()) for sample in run.samples]
-        return JSONResponse({**run.base, "object": kind.kind, "choices": choices, "usage": run.usage})
+        return JSONResponse({**run.base, "object": run.samples[0].kind, "choices": choices, "usage": run.usage})
 
     async def _replies(
-        self, call: Any, named: str | None, plan_in: Callable[[Session], Plan], kind: type[Sample]
+        self, call: Any, named: str | None, plan_in: Callable[[Session], Plan], sample_of: Callable[..., Sample]
     ) -> AsyncIterator[Any]:
         """First the run, once its first tokens are there; then (sample, what is streamed for its next tokens). Keeps
         the samples in the session when all have come to their end."""
-        if self._under_way + call.samples > self._worker.slots + self._queue:
+        most = self._worker.slots + self._queue
+        if call.samples > most:
+            raise BadCall(f"n={call.samples} is above the {most} replies that this server takes at once", "n")
+        if self._under_way + call.samples > most:
             raise Busy(f"{self._under_way} replies are under way or wait; try again later")
         self._under_way += call.samples
         turn = None
@@ -212,7 +220,7 @@ class Gateway:
             plan = await asyncio.to_thread(plan_in, session)
             if len(plan.context) >= self._worker.max_length:
                 raise too_long(len(plan.context), self._worker.max_length)
-            run = self._prepare(call, session, plan, kind)
+            run = self._prepare(call, session, plan, sample_of)
             kept = False
             try:
                 async with contextlib.aclosing(_merged([self._generate(*pair) for pair in run.requests()])) as pieces:
@@ -221,24 +229,24 @@ class Gateway:
                     yield first
                     async for piece in pieces:
                         yield piece
-                for i, (sample, trajectory) in enumerate(zip(run.samples, run.trajectories, strict=True)):
-                    session.keep(plan, trajectory, sample.generated.chunks, sample.message, i)
+                dropped = session.keep(plan, [(s.generated.chunks, s.message) for s in run.samples])
                 kept = True
             finally:
                 known = {segment.trajectory.id for segment in session.segments}
-                if not kept or turn.forgotten:
-                    ids = [trajectory.id for trajectory in run.trajectories]
-                    await self._release([i for i in ids if turn.forgotten or i not in known])
+                if kept and not turn.forgotten:
+                    await self._release(dropped)
+                else:
+                    await self._release([i for i, _ in run.identities if turn.forgotten or i not in known])
         finally:
             self._under_way -= call.samples
             if turn is not None:
                 turn.end()
 
-    def _prepare(self, call: Any, session: Session, plan: Plan, kind: type[Sample]) -> "_Run":
-        base = {"id": f"{kind.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": self._model}
-        samples = [kind(call, self._tokenizer, i, len(plan.messages)) for i in range(call.samples)]
-        trajectories = [session.draft(plan, i) for i in range(call.samples)]
-        return _Run(call, base, samples, trajectories, plan.context, self._max_tokens)
+    def _prepare(self, call: Any, session: Session, plan: Plan, sample_of: Callable[..., Sample]) -> "_Run":
+        samples = [sample_of(call, self._tokenizer, i) for i in range(call.samples)]
+        name = f"{samples[0].prefix}-{secrets.token_hex(12)}"
+        base = {"id": name, "created": int(time.time()), "model": self._model}
+        return _Run(call, base, samples, session.identities(plan, call.samples), plan.context, self._max_tokens)
 
     async def _generate(self, sample: Sample, request: Request) -> AsyncIterator[tuple[Sample, list[dict]]]:
         async with contextlib.aclosing(self._worker.generate(request)) as chunks:
@@ -289,7 +297,7 @@ class _Run:
     call: Call
     base: dict[str, Any]
     samples: list[Sample]
-    trajectories: list[Trajectory]
+    identities: list[tuple[str, int]]
     context: list[int]
     max_tokens: int
 
@@ -298,11 +306,10 @@ class _Run:
         call = self.call
         temperature = 1.0 if call.temperature is None else call.temperature
         length, pairs = call.length or self.max_tokens, []
-        for i, (sample, trajectory) in enumerate(zip(self.samples, self.trajectories, strict=True)):
-            seed = trajectory.seed
+        for i, (sample, (name, seed)) in enumerate(zip(self.samples, self.identities, strict=True)):
             if call.seed is not None:
                 seed = sampling_seed(call.seed, i) if i else call.seed
-            request = Request(trajectory.id, list(self.context), length, temperature, seed, top_logprobs=call.ranks)
+            request = Request(name, self.context, length, temperature, seed, top_logprobs=call.ranks)
             pairs.append((sample, request))
         return pairs
 

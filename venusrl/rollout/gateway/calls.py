@@ -5,11 +5,12 @@ A block that cannot be read as a call is given out as the text that it is, so th
 
 import dataclasses
 import json
+import math
 import re
 from typing import Any
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_THINK, _THOUGHT = "<think>", "</think>"
+THINK, THOUGHT = "<think>", "</think>"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +28,14 @@ class CallReader:
     """Takes a reply in pieces; gives out its text and its calls as soon as they are certain.
 
     White space around a call belongs to nobody. Inside <think> nothing is a call.
+
+    Args:
+      thinking: the reply begins inside a thought, which the prompt has opened.
     """
 
-    def __init__(self):
+    def __init__(self, thinking: bool = False):
         self._text = ""  # not yet given out
-        self._thinking = False
+        self._thinking = thinking
         self._object = _Object()
         self._space = ""  # held until it is known whether a call follows
         self._said = self._called = False
@@ -51,13 +55,13 @@ class CallReader:
         given: list[str | ReadCall] = []
         while self._text:
             if self._thinking:
-                before = self._before((_THOUGHT,), last)
+                before = self._before((THOUGHT,), last)
             elif self._text.startswith(OPEN):
                 if not self._take_block(given, last):
                     break
                 continue
             else:
-                before = self._before((OPEN, _THINK), last)
+                before = self._before((OPEN, THINK), last)
             text, tag = before
             self._give(text, given)
             self._text = self._text[len(text) :]
@@ -66,7 +70,7 @@ class CallReader:
             if tag != OPEN:
                 self._give(tag, given)
                 self._text = self._text[len(tag) :]
-                self._thinking = tag == _THINK
+                self._thinking = tag == THINK
         return given
 
     def _before(self, tags: tuple[str, ...], last: bool) -> tuple[str, str | None]:
@@ -177,23 +181,31 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is too large")
+    return value
+
+
 # Raw newlines and tabs in strings are read: models write them.
-_DECODER = json.JSONDecoder(strict=False, parse_constant=_no_constant)
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_no_constant, parse_float=_finite)
 
 
 def _read(text: str) -> ReadCall | None:
     """A call; None where it is none."""
     try:
         call = _DECODER.decode(text.strip())
-        name, arguments = call.get("name"), call.get("arguments")
+        name = call.get("name")
+        arguments = call["arguments"] if "arguments" in call else call.get("parameters")  # Llama's word for them
         if isinstance(arguments, str):  # encoded twice
-            arguments = _DECODER.decode(arguments)
+            arguments = _DECODER.decode(arguments) if arguments.strip() else None
         if arguments is None:
             arguments = {}
         if not isinstance(name, str) or not name or not isinstance(arguments, dict):
             return None
         return ReadCall(_whole(name), _whole(json.dumps(arguments, ensure_ascii=False)))
-    except (ValueError, RecursionError):
+    except (ValueError, AttributeError, RecursionError):
         return None
 
 

@@ -1,6 +1,6 @@
 """What a request has generated so far: tokens, text, and where a stop string ends it."""
 
-import itertools
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +9,8 @@ from venusrl.rollout.worker import Chunk, Top
 
 FINISH = {"stop": "stop", "length": "length", "preempted": "length"}
 _SETTLE = 32  # tokens that are decoded anew with every chunk, at least
+_CHARACTER = 4  # bytes of the longest one, so that as many tokens may be parts of it
+LEAST = -9999.0  # a logprob that is told for one below all numbers, as the OpenAI API does
 
 
 class Generated:
@@ -23,12 +25,19 @@ class Generated:
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), forced: str = ""):
         """Args:
+        stops: texts that end the reply; one that spells a control token ends it at that token.
         forced: text that the reply was made to begin with.
         """
-        self._tokenizer, self._stops = tokenizer, list(stops)
+        self._tokenizer = tokenizer
+        self._control_ids = frozenset(tokenizer.control.values())
+        self._stops = [stop for stop in stops if stop not in tokenizer.control]
+        self._stop_tokens = {tokenizer.control[stop] for stop in stops if stop in tokenizer.control}
         self.chunks: list[Chunk] = []
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        self._offsets: list[int] = []  # characters of the text before each token
+        self._characters = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._top: Top = []
         self.text = self._settled = forced
         self._from = 0  # the first token whose text is not settled
@@ -37,25 +46,43 @@ class Generated:
         self._given = 0
 
     def add(self, chunk: Chunk) -> str:
-        """Takes a chunk; the text that can be given out with it, up to its end where it is the last."""
+        """Takes a chunk; the text that can be given out with it, up to its end where it is the last. To end at the very
+        token that completes a stop string, chunks have to be of one token."""
         if chunk.tokens:
             self.chunks.append(chunk)
         self.tokens += chunk.tokens
+        for token in chunk.tokens:
+            self._offsets.append(self._characters)
+            if token not in self._control_ids:
+                self._characters += len(self._decoder.decode(self._tokenizer.bytes_of(token)))
         self.logprobs += chunk.logprobs
         self._top += chunk.top or [[] for _ in chunk.tokens]
         new = self._tokenizer.decode(self.tokens[self._from :])
         self.text = self._settled + new
-        if len(self.tokens) - self._from > _SETTLE and not new.endswith("\ufffd"):
-            self._settled, self._from = self.text, len(self.tokens)
+        self._settle(new)
         longest = max((len(stop) for stop in self._stops), default=1)
         ends = [at for at in (self.text.find(stop, self._searched) for stop in self._stops) if at >= 0]
         if ends:
             self.text, self.finish = self.text[: min(ends)], "stop"
+        elif self._stop_tokens & set(chunk.tokens):
+            self.finish = "stop"
         elif chunk.stop is not None:
             self.finish = FINISH.get(chunk.stop, chunk.stop)
         whole = self.text if self.finish else self.text.rstrip("\ufffd")  # the first bytes of a character
         self._searched = max(self._searched, len(whole) - longest + 1)
         return self._give(whole if self.finish else whole[: max(self._given, len(whole) - longest + 1)])
+
+    def _settle(self, new: str) -> None:
+        """What is certainly whole is not decoded again."""
+        held = len(self.tokens) - self._from
+        if held <= _SETTLE:
+            return
+        if not new.endswith("\ufffd"):
+            self._settled, self._from = self.text, len(self.tokens)
+        elif held > 2 * _SETTLE:  # no character is that long: these are no characters
+            end = len(self.tokens) - _CHARACTER
+            self._settled += self._tokenizer.decode(self.tokens[self._from : end])
+            self._from = end
 
     def _give(self, safe: str) -> str:
         piece, self._given = safe[self._given :], max(self._given, len(safe))
@@ -68,14 +95,13 @@ class Generated:
     def text_logprobs(self, begin: int = 0) -> dict[str, Any]:
         """The same as answers of /v1/completions have them."""
         entries = [self._entry(i) for i in range(begin, len(self.tokens))]
-        offsets = [0, *itertools.accumulate(len(self._token_text(token)) for token in self.tokens)]
         return {
             "tokens": [entry["token"] for entry in entries],
             "token_logprobs": [entry["logprob"] for entry in entries],
             "top_logprobs": [
                 {one["token"]: one["logprob"] for one in [*entry["top_logprobs"], entry]} for entry in entries
             ],
-            "text_offset": offsets[begin:-1],
+            "text_offset": self._offsets[begin:],
         }
 
     def _entry(self, index: int) -> dict[str, Any]:
@@ -85,7 +111,7 @@ class Generated:
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
         return {
             "token": self._token_text(token),
-            "logprob": logprob,
+            "logprob": max(logprob, LEAST),
             "bytes": list(self._tokenizer.bytes_of(token)),
         }
 

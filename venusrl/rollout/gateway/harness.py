@@ -183,8 +183,8 @@ class HarnessEnv:
 
     async def step(self, said: Reply) -> Observation:
         call = self._last = self._pending
-        message = reply(said, f"{len(call.messages)}", bool(call.tools))
-        finish = "tool_calls" if "tool_calls" in message else said.stop
+        message = reply(said, secrets.token_hex(8), bool(call.tools))
+        finish = "tool_calls" if "tool_calls" in message and said.stop != "length" else said.stop
         made = {"prompt_tokens": said.prompt_tokens, "completion_tokens": said.completion_tokens}
         call.give(Answer(message, finish, {**made, "total_tokens": said.prompt_tokens + said.completion_tokens}))
         await self._take_up()

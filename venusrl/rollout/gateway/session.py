@@ -6,7 +6,6 @@ one stays as it was. A call is planned first and kept only once it has succeeded
 up, leaves the session as it was.
 """
 
-import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +14,8 @@ from venusrl.core.trajectory import Trajectory, sampling_seed
 from venusrl.models.chat import ChatFormat
 from venusrl.rollout.gateway.messages import Message, same
 from venusrl.rollout.worker import Chunk
+
+MOST_SEGMENTS = 1000  # of a session; the oldest are forgotten
 
 
 @dataclasses.dataclass
@@ -61,6 +62,7 @@ class Session:
         self.segments: list[Segment] = []
         self._chat = chat
         self._seed = seed
+        self._made = 0  # segments so far; names go on where one is forgotten
 
     def plan_chat(
         self,
@@ -78,7 +80,7 @@ class Session:
             known = len(segment.messages)
             goes_on = known < len(messages) and same(messages[:known], segment.messages)
             if goes_on and segment.offered == offered and segment.messages[-1]["role"] == "assistant":
-                new = self._chat.continuation(messages[known:], segment.trajectory.tokens[-1], options)
+                new = self._chat.continuation(messages[known:], segment.trajectory.tokens[-1], tools, options)
                 return Plan(segment, new, list(messages), offered)
         return Plan(None, self._chat.prompt(messages, tools, options), list(messages), offered)
 
@@ -90,37 +92,50 @@ class Session:
                 return Plan(segment, list(tokens[len(known) :]), [], ())
         return Plan(None, list(tokens), [], ())
 
-    def draft(self, plan: Plan, sample: int = 0) -> Trajectory:
-        """The trajectory of sample k of a call, up to the reply. Sample 0 goes on where the plan says; every other one
-        is a copy, under an id of its own."""
-        if plan.segment is not None and sample == 0:
-            trajectory = copy.deepcopy(plan.segment.trajectory)
-        else:
-            index = len(self.segments) + sample - (plan.segment is not None)
-            trajectory = Trajectory(f"{self.name}/{index}", self.name, index, seed=sampling_seed(self._seed, index))
-            if plan.segment is not None:
-                before = copy.deepcopy(plan.segment.trajectory)
-                trajectory = dataclasses.replace(before, id=trajectory.id, index=index, seed=trajectory.seed)
-        trajectory.append_observation(plan.new)
-        return trajectory
+    def identities(self, plan: Plan, samples: int) -> list[tuple[str, int]]:
+        """(id, seed) of the trajectory of each sample of a call. The first goes on where the plan says; every other one
+        is a copy."""
+        ids = []
+        for i in range(samples):
+            if plan.segment is not None and i == 0:
+                ids.append((plan.segment.trajectory.id, plan.segment.trajectory.seed))
+            else:
+                index = self._made + i - (plan.segment is not None)
+                ids.append((f"{self.name}/{index}", sampling_seed(self._seed, index)))
+        return ids
 
-    def keep(
-        self, plan: Plan, trajectory: Trajectory, chunks: Sequence[Chunk], message: Message | None, sample: int = 0
-    ) -> None:
-        """Keeps a sample that has come to its end. Samples of a call are kept in order.
+    def keep(self, plan: Plan, samples: Sequence[tuple[Sequence[Chunk], Message | None]]) -> list[str]:
+        """Keeps a call that has come to its end.
 
         Args:
-          trajectory: from `draft`.
-          chunks: generated.
-          message: the reply as it was given out; None where the call gave token ids.
+          samples: what each generated, and the reply as it was given out; None where the call gave token ids.
+
+        Returns:
+          ids of trajectories that are forgotten, as a session keeps `MOST_SEGMENTS` at most.
         """
-        for chunk in chunks:
-            trajectory.append_generated(chunk.tokens, chunk.logprobs, chunk.version)
-        messages = [] if message is None else [*plan.messages, message]
-        if plan.segment is not None and sample == 0:
-            plan.segment.trajectory, plan.segment.messages = trajectory, messages
-        else:
-            self.segments.append(Segment(trajectory, messages, plan.offered))
+        segments = []
+        for i, (name, seed) in reversed(
+            list(enumerate(self.identities(plan, len(samples))))
+        ):  # copies before the first
+            chunks, message = samples[i]
+            if plan.segment is None:
+                trajectory = Trajectory(name, self.name, self._made + i, seed=seed)
+            elif i > 0:
+                trajectory = _copy(plan.segment.trajectory, name, self._made + i - 1, seed)
+            else:
+                trajectory = plan.segment.trajectory
+            trajectory.append_observation(plan.new)
+            for chunk in chunks:
+                trajectory.append_generated(chunk.tokens, chunk.logprobs, chunk.version)
+            messages = [] if message is None else [*plan.messages, message]
+            if plan.segment is not None and i == 0:
+                plan.segment.messages = messages
+            else:
+                segments.append(Segment(trajectory, messages, plan.offered))
+        self._made += len(segments)
+        self.segments += reversed(segments)
+        dropped, self.segments = self.segments[:-MOST_SEGMENTS], self.segments[-MOST_SEGMENTS:]
+        return [segment.trajectory.id for segment in dropped]
 
     def captured(self) -> list[dict[str, Any]]:
         """Everything captured so far, a segment each, in JSON's types."""
@@ -135,3 +150,19 @@ class Session:
             }
             for segment in self.segments
         ]
+
+
+def _copy(trajectory: Trajectory, name: str, index: int, seed: int) -> Trajectory:
+    """As it is, under another name; what grows is a list of its own."""
+    return dataclasses.replace(
+        trajectory,
+        id=name,
+        index=index,
+        seed=seed,
+        tokens=list(trajectory.tokens),
+        loss_mask=list(trajectory.loss_mask),
+        logprobs=list(trajectory.logprobs),
+        versions=list(trajectory.versions),
+        turns=[dataclasses.replace(turn) for turn in trajectory.turns],
+        info=dict(trajectory.info),
+    )
