@@ -10,6 +10,8 @@ from starlette.types import ASGIApp
 from venusrl.core.door import Door, check_exposure, read_key
 from venusrl.core.listening import listen
 
+flags.disclaim_key_flags()  # they are flags of the program that asks for them, and in its --help
+
 
 @dataclasses.dataclass(frozen=True)
 class Address:

@@ -110,6 +110,19 @@ def test_a_file_that_has_no_key_is_refused(tmp_path, text):
     assert read_key(str(tmp_path / "key")) == KEY
 
 
+async def test_a_page_that_may_call_can_read_the_answer_and_its_browser_can_ask_first():
+    page = {"origin": "https://mine.example"}
+    async with client(key=KEY, origins=["https://mine.example"]) as http:
+        asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+        first = await http.options("/", headers={**page, **asks})
+        assert first.status_code == 200 and first.headers["access-control-allow-origin"] == "https://mine.example"
+        assert "authorization" in first.headers["access-control-allow-headers"]
+        answer = await http.post("/", headers={**page, "authorization": f"Bearer {KEY}"}, content=b"x")
+        assert answer.json() == {"size": 1} and answer.headers["access-control-allow-origin"] == "https://mine.example"
+        assert (await http.post("/", headers=page, content=b"x")).status_code == 401
+        assert (await http.options("/", headers={"origin": "https://evil.example", **asks})).status_code == 403
+
+
 @contextlib.asynccontextmanager
 async def serving():
     listener, address = listening.listen("127.0.0.1", 0)

@@ -14,10 +14,11 @@ import hmac
 import ipaddress
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from venusrl.core.errors import ConfigError
@@ -79,11 +80,9 @@ class Door:
       origins: of web pages that may call, as "https://host:port".
     """
 
-    def __init__(self, app: ASGIApp, host: str = "127.0.0.1", key: str | None = None, origins: Iterable[str] = ()):
-        if not is_loopback(host) and key is None:
-            raise ConfigError(
-                f"--host={host} can be reached from other machines: give --key_file, or a loopback address"
-            )
+    def __init__(self, app: ASGIApp, host: str = "127.0.0.1", key: str | None = None, origins: Sequence[str] = ()):
+        if origins:  # their browsers ask first, and read no answer that does not name them
+            app = CORSMiddleware(app, origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"])
         self._app = app
         self._names = LOCAL_NAMES | {host} if is_loopback(host) else None
         self._digest = None if key is None else _digest(key)
@@ -112,7 +111,8 @@ class Door:
             return 403, f"pages of {origin[:100]!r} may not call this service"
         if origin is None and headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             return 403, "web pages may not call this service"
-        if self._digest is not None:
+        preflight = scope["type"] == "http" and scope["method"] == "OPTIONS" and origin is not None
+        if self._digest is not None and not preflight:  # which browsers send without the key
             scheme, _, key = headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer" or not hmac.compare_digest(_digest(key.strip()), self._digest):
                 return 401, "this service needs its key, as `Authorization: Bearer KEY`"

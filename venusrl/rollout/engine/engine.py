@@ -407,15 +407,13 @@ class Engine:
             return
         lanes = self._by_lane(ready)
         decoded = self._lanes.run([functools.partial(self._decode_lane, *lane) for lane in lanes])
-        ended = []
+        ended, spoilt = [], {}
         pairs = [pair for (_, part), made in zip(lanes, decoded, strict=True) for pair in zip(part, made, strict=True)]
         for s, (new, new_logprobs, top) in pairs:
             n = len(new)
             good = next((k for k, value in enumerate(new_logprobs) if not math.isfinite(value)), n)
-            if good < n:  # the logits were no numbers: this request fails, the others go on
-                del self._running[s.trajectory]
-                self._kv.abandon(s)
-                answers.append((s.request, Chunk(new[:good], new_logprobs[:good], self.version, "nan")))
+            if good < n:
+                spoilt[s.trajectory] = Chunk(new[:good], new_logprobs[:good], self.version, "nan", top and top[:good])
                 continue
             s.tokens += new
             s.cached = len(s.tokens) - 1
@@ -429,6 +427,24 @@ class Engine:
             del self._running[s.trajectory]
             self._forget_claims(s.trajectory)
         self._end(ended)
+        if spoilt:
+            self._begin_clean(spoilt, answers)
+
+    def _begin_clean(self, spoilt: dict[str, Chunk], answers: list[Answer]) -> None:
+        """Logits were no numbers, so some KV may be none either. It spoils whoever's row or page it lies in, even
+        masked, for 0 times it is none. All KV is wiped and computed again; a request whose logits are no numbers for
+        the second time fails, by itself."""
+        for s in list(self._running.values()):
+            if s.trajectory not in spoilt or not s.spoilt:
+                s.spoilt = s.spoilt or s.trajectory in spoilt
+                self._wait_again(s, keep=False)
+                continue
+            del self._running[s.trajectory]
+            self._forget_claims(s.trajectory)
+            self._kv.abandon(s)
+            answers.append((s.request, spoilt[s.trajectory]))
+        self._kv.wipe()
+        self._kept.clear()
 
     def _decode_lane(self, lane: int, ready: list[Sequence]) -> list[tuple[list[int], list[float], Top | None]]:
         """New tokens and their logprobs of each sequence, and the most likely ones where it asks for any."""

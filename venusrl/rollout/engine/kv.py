@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Hashable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from venusrl.models.config import ModelConfig
@@ -211,6 +212,11 @@ class KvStore:
             self._host.drop()
         for row in self._rows:
             row.tokens = []
+
+    def wipe(self) -> None:
+        """As `drop`, and what was there is overwritten."""
+        self.drop()
+        self.caches, self._pool = jax.tree.map(jnp.zeros_like, (self.caches, self._pool))
 
     def export(self, trajectory: str, namespace: str, version: int) -> Prefix | None:
         """What is cached of a trajectory; None where nothing is."""

@@ -17,6 +17,7 @@ class Sequence:
       row: of the working cache; None while it waits.
       cached: leading tokens whose KV is in its row. All but the last one, once it decodes.
       stored: leading tokens whose KV is in its pages, too.
+      spoilt: its logits were no numbers once.
       pages: that hold its KV, in order; the first `shared` belong to the tree, which `node` locks.
     """
 
@@ -27,6 +28,7 @@ class Sequence:
     row: int | None = None
     cached: int = 0
     stored: int = 0
+    spoilt: bool = False
     pages: list[int] = dataclasses.field(default_factory=list)
     shared: int = 0
     node: Node | None = None

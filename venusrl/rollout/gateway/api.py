@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from venusrl.core.errors import ContractError
@@ -98,6 +98,7 @@ def _check_text(text: str) -> str:
 Text = Annotated[str, AfterValidator(_check_text)]
 Json = Annotated[Any, AfterValidator(check_value)]
 Count = Annotated[int, Field(ge=1, le=LARGEST_INT)]
+First = Field(fail_fast=True)  # of a list: one error is enough, a body may have millions of wrong members
 
 
 class _Strict(BaseModel):
@@ -139,7 +140,7 @@ class ChatMessage(_Strict):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Any, AfterValidator(_check_content)] = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], First] | None = None
 
     @model_validator(mode="after")
     def _others(self) -> "ChatMessage":
@@ -206,11 +207,21 @@ class Call(_Strict):
     max_tokens: Count | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     seed: Annotated[int, Field(ge=0, le=LARGEST_INT)] | None = None
-    stop: Text | list[Text] | None = None
+    stop: Text | Annotated[list[Text], First] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Annotated[Text, Field(max_length=200)] | None = None
     return_token_ids: bool | None = None
+    _size: int = PrivateAttr(0)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the body that it came in."""
+        return self._size
+
+    @size.setter
+    def size(self, size: int) -> None:
+        self._size = size
 
     @model_validator(mode="after")
     def _check(self) -> "Call":
@@ -253,9 +264,9 @@ class ChatCall(Call):
       chat_template_kwargs: variables of the model's template, such as Qwen3's `enable_thinking`.
     """
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Count | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], First] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
@@ -294,6 +305,20 @@ class ChatCall(Call):
     def ranks(self) -> int:
         """Of the most likely tokens, how many are told."""
         return self.top_logprobs or 0
+
+    def texts(self) -> int:
+        """Characters of everything that a template may show."""
+        todo: list[Any] = [self.tools, self.chat_template_kwargs, *(m.model_dump() for m in self.messages)]
+        count = 0
+        while todo:
+            item = todo.pop()
+            if isinstance(item, str):
+                count += len(item)
+            elif isinstance(item, dict):
+                todo += [*item.keys(), *item.values()]
+            elif isinstance(item, (list, tuple)):
+                todo += item
+        return count
 
     def history(self) -> list[dict[str, Any]]:
         return [message.plain() for message in self.messages]
@@ -342,8 +367,11 @@ class HarnessCall(ChatCall):
             raise _refusal("n", f"n={self.n}: an episode has one reply a call")
         if self.tool_choice not in (None, "none", "auto"):
             raise _refusal("tool_choice", "tool_choice: an episode's reply is free; give auto or none")
-        if self.logprobs:
-            raise _refusal("logprobs", "logprobs: they are captured by the run; leave it out")
+        if self.logprobs or self.return_token_ids:
+            raise _refusal("logprobs", "logprobs, return_token_ids: they are captured by the run; leave them out")
+        if self.chat_template_kwargs or self.parallel_tool_calls is False:
+            name = "chat_template_kwargs" if self.chat_template_kwargs else "parallel_tool_calls"
+            raise _refusal(name, f"{name}: an episode's prompts and replies are the run's; leave it out")
         return self
 
     def _check_extra(self, name: str, value: Any) -> None:

@@ -12,7 +12,9 @@ import functools
 import json
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from starlette.applications import Starlette
@@ -34,6 +36,8 @@ from venusrl.rollout.worker import Request, Worker
 
 LONGEST_BODY = 16 * 2**20  # bytes
 MOST_SESSIONS = 10_000
+MOST_BYTES = 512 * 2**20  # of what all sessions keep, as it was sent; those idle for the longest are forgotten
+LARGE = 64 * 2**10  # bytes of a body from which on it waits for other such ones
 
 
 class Gateway:
@@ -64,6 +68,8 @@ class Gateway:
         self._longest_text = 4 * worker.max_length * tokenizer.longest
         self._under_way = 0  # replies, waiting ones among them
         self._open: dict[str, _Open] = {}
+        self._leaving: Counter[str] = Counter()  # forgotten sessions, by name, of which calls are still under way
+        self._large = ThreadPoolExecutor(1, thread_name_prefix="large-bodies")  # so that small ones go past them
 
     def app(self) -> Starlette:
         routes = [
@@ -107,7 +113,10 @@ class Gateway:
         return JSONResponse({"id": name, "deleted": True})
 
     async def _drop(self, name: str) -> None:
-        await self._release([segment.trajectory.id for segment in self._open.pop(name).session.segments])
+        held = self._open.pop(name)
+        if held.calls:
+            self._leaving[name] += 1
+        await self._release([segment.trajectory.id for segment in held.session.segments])
 
     async def _release(self, trajectories: Sequence[str]) -> None:
         for trajectory in trajectories:
@@ -120,9 +129,13 @@ class Gateway:
         now = self._clock.now()
         idle = sorted((name for name, held in self._open.items() if not held.calls), key=lambda n: self._open[n].used)
         over = len(self._open) - MOST_SESSIONS
+        size = sum(held.session.size for held in self._open.values())
         for i, name in enumerate(idle):
             held = self._open.get(name)
-            if held is not None and not held.calls and (i < over or now - held.used >= self._idle_s):  # still
+            if held is None or held.calls:
+                continue  # no longer idle
+            if i < over or size > MOST_BYTES or now - held.used >= self._idle_s:
+                size -= held.session.size
                 await self._drop(name)
 
     def _touch(self, name: str) -> None:
@@ -133,7 +146,9 @@ class Gateway:
         while True:
             held = self._open.get(name)
             if held is None:
-                held = _Open(Session(name, self._chat, seed), self._clock.now())
+                # The same ids would be those of a call that is still under way in the session before.
+                prefix = f"{name}~{secrets.token_hex(4)}" if self._leaving[name] else name
+                held = _Open(Session(prefix, self._chat, seed), self._clock.now())
                 if keep:
                     self._open[name] = held
             held.calls += 1
@@ -142,7 +157,7 @@ class Gateway:
             except BaseException:
                 held.calls -= 1
                 raise
-            turn = _Turn(self, held, keep)
+            turn = _Turn(self, name, held, keep)
             if not keep or not turn.forgotten:
                 return turn
             turn.end()  # it was forgotten meanwhile; a new one begins
@@ -151,13 +166,13 @@ class Gateway:
 
     async def _chat_completions(self, http: HttpRequest) -> Response:
         call = await self._call(http, ChatCall)
+        self._check_length(call.texts())
         if call.offered and not self._chat.reads_calls:
             raise ContractError("tools: this model's template offers them in a form that is not read here; leave out")
         thinking = self._chat.opens_thought(call.chat_template_kwargs)
         forced = forced_text(call, thinking)
 
         def plan(session: Session) -> Plan:
-            self._check_length(sum(len(message.content or "") for message in call.messages))
             found = session.plan_chat(call.history(), call.offered, call.chat_template_kwargs)
             return dataclasses.replace(found, new=[*found.new, *(self._tokenizer.encode(forced) if forced else ())])
 
@@ -165,22 +180,29 @@ class Gateway:
 
     async def _completions(self, http: HttpRequest) -> Response:
         call = await self._call(http, CompletionCall)
+        self._check_length(len(call.prompt) if isinstance(call.prompt, str) else 0, "prompt")
 
         def plan(session: Session) -> Plan:
             prompt = call.prompt
-            self._check_length(len(prompt) if isinstance(prompt, str) else 0)
             text = isinstance(prompt, str)
             return session.plan_tokens([*self._chat.prefix, *self._tokenizer.encode(prompt)] if text else prompt)
 
         return await self._answer(http, call, plan, functools.partial(TextSample, thinking=False))
 
-    def _check_length(self, characters: int) -> None:
+    def _check_length(self, characters: int, field: str = "messages") -> None:
         if characters > self._longest_text:
-            raise too_long(characters // (4 * self._tokenizer.longest), self._worker.max_length)
+            raise too_long(characters // (4 * self._tokenizer.longest), self._worker.max_length, field)
+
+    async def _apart(self, size: int, work: Callable[..., Any], *args: Any) -> Any:
+        """The result of `work`, off the event loop; what is large goes one after the other."""
+        large = self._large if size > LARGE else None
+        return await asyncio.get_running_loop().run_in_executor(large, functools.partial(work, *args))
 
     async def _call(self, http: HttpRequest, kind: type[Call]) -> Any:
         body = await body_of(http, LONGEST_BODY)
-        return await asyncio.to_thread(parsed, kind, body)
+        call = await self._apart(len(body), parsed, kind, body)
+        call.size = len(body)
+        return call
 
     async def _answer(
         self, http: HttpRequest, call: Any, plan_in: Callable[[Session], Plan], sample_of: Callable[..., Sample]
@@ -198,7 +220,8 @@ class Gateway:
             await replies.aclose()
             raise
         choices = [self._with_ids(call, run, sample, sample.choice()) for sample in run.samples]
-        return JSONResponse({**run.base, "object": run.samples[0].kind, "choices": choices, "usage": run.usage})
+        ids = {"prompt_token_ids": run.context} if call.return_token_ids and isinstance(call, ChatCall) else {}
+        return JSONResponse({**run.base, **ids, "object": run.samples[0].kind, "choices": choices, "usage": run.usage})
 
     async def _replies(
         self, call: Any, named: str | None, plan_in: Callable[[Session], Plan], sample_of: Callable[..., Sample]
@@ -217,9 +240,10 @@ class Gateway:
             seed = call.seed if call.seed is not None else secrets.randbelow(2**31)
             turn = await self._enter(named or f"anonymous-{secrets.token_hex(8)}", seed, keep=bool(named))
             session = turn.session
-            plan = await asyncio.to_thread(plan_in, session)
+            plan = await self._apart(call.size, plan_in, session)
             if len(plan.context) >= self._worker.max_length:
-                raise too_long(len(plan.context), self._worker.max_length)
+                field = "prompt" if isinstance(call, CompletionCall) else "messages"
+                raise too_long(len(plan.context), self._worker.max_length, field)
             run = self._prepare(call, session, plan, sample_of)
             kept = False
             try:
@@ -229,7 +253,7 @@ class Gateway:
                     yield first
                     async for piece in pieces:
                         yield piece
-                dropped = session.keep(plan, [(s.generated.chunks, s.message) for s in run.samples])
+                dropped = session.keep(plan, [(s.generated.chunks, s.message) for s in run.samples], call.size)
                 kept = True
             finally:
                 known = {segment.trajectory.id for segment in session.segments}
@@ -249,11 +273,16 @@ class Gateway:
         return _Run(call, base, samples, session.identities(plan, call.samples), plan.context, self._max_tokens)
 
     async def _generate(self, sample: Sample, request: Request) -> AsyncIterator[tuple[Sample, list[dict]]]:
-        async with contextlib.aclosing(self._worker.generate(request)) as chunks:
-            async for chunk in chunks:
-                yield sample, sample.take(chunk)
-                if sample.over:
-                    return
+        try:
+            async with contextlib.aclosing(self._worker.generate(request)) as chunks:
+                async for chunk in chunks:
+                    yield sample, sample.take(chunk)
+                    if sample.over:
+                        return
+        except BadCall:
+            raise
+        except ContractError as error:  # of the request, which has a name of ours
+            raise BadCall(str(error).removeprefix(f"request of {request.trajectory}: ")) from error
         raise WorkerError(f"the reply of {request.trajectory} ended before its time; ask again")
 
     # Answers
@@ -339,15 +368,15 @@ class _Open:
 class _Turn:
     """A call's turn in its session, until `end`, once or more."""
 
-    def __init__(self, gateway: Gateway, held: _Open, kept: bool):
-        self.session = held.session
+    def __init__(self, gateway: Gateway, name: str, held: _Open, kept: bool):
+        self.session, self._name = held.session, name
         self._gateway, self._held, self._kept = gateway, held, kept
         self._ended = False
 
     @property
     def forgotten(self) -> bool:
         """Nobody can come back to the session."""
-        return not self._kept or self._gateway._open.get(self.session.name) is not self._held
+        return not self._kept or self._gateway._open.get(self._name) is not self._held
 
     def end(self) -> None:
         if self._ended:
@@ -356,7 +385,10 @@ class _Turn:
         self._held.lock.release()
         self._held.calls -= 1
         if not self.forgotten:
-            self._gateway._touch(self.session.name)
+            self._gateway._touch(self._name)
+        elif self._kept and not self._held.calls:
+            self._gateway._leaving[self._name] -= 1
+            self._gateway._leaving += Counter()  # without those at 0
 
 
 async def _merged(streams: Sequence[AsyncIterator[Any]]) -> AsyncIterator[Any]:

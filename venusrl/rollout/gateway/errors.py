@@ -17,12 +17,12 @@ class Busy(VenusError):
     """More calls wait than the queue holds."""
 
 
-def too_long(tokens: int, most: int) -> BadCall:
+def too_long(tokens: int, most: int, field: str = "messages") -> BadCall:
     """A prompt that leaves no room; worded as the clients' own checks expect it."""
     return BadCall(
         f"This model's maximum context length is {most} tokens. However, your prompt has {tokens} tokens, which leaves "
         "no room for a reply. Please reduce the length of the prompt.",
-        "messages",
+        field,
         "context_length_exceeded",
     )
 

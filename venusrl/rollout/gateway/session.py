@@ -16,6 +16,7 @@ from venusrl.rollout.gateway.messages import Message, same
 from venusrl.rollout.worker import Chunk
 
 MOST_SEGMENTS = 1000  # of a session; the oldest are forgotten
+MOST_BYTES = 64 * 2**20  # of a session, as it was sent
 
 
 @dataclasses.dataclass
@@ -26,11 +27,13 @@ class Segment:
       trajectory: its tokens, mask, logprobs and versions; its id names its KV.
       messages: the history, replies as they were given out.
       offered: what the calls offered besides: tools, variables of the template.
+      size: bytes of the last call, as a measure of all this.
     """
 
     trajectory: Trajectory
     messages: list[Message]
     offered: tuple[Any, ...]
+    size: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,14 +107,20 @@ class Session:
                 ids.append((f"{self.name}/{index}", sampling_seed(self._seed, index)))
         return ids
 
-    def keep(self, plan: Plan, samples: Sequence[tuple[Sequence[Chunk], Message | None]]) -> list[str]:
+    @property
+    def size(self) -> int:
+        """Bytes of the last calls of its segments."""
+        return sum(segment.size for segment in self.segments)
+
+    def keep(self, plan: Plan, samples: Sequence[tuple[Sequence[Chunk], Message | None]], size: int = 0) -> list[str]:
         """Keeps a call that has come to its end.
 
         Args:
           samples: what each generated, and the reply as it was given out; None where the call gave token ids.
+          size: bytes of the call.
 
         Returns:
-          ids of trajectories that are forgotten, as a session keeps `MOST_SEGMENTS` at most.
+          ids of trajectories that are forgotten: a session keeps `MOST_SEGMENTS` of `MOST_BYTES` in all, the newest.
         """
         segments = []
         for i, (name, seed) in reversed(
@@ -129,13 +138,16 @@ class Session:
                 trajectory.append_generated(chunk.tokens, chunk.logprobs, chunk.version)
             messages = [] if message is None else [*plan.messages, message]
             if plan.segment is not None and i == 0:
-                plan.segment.messages = messages
+                plan.segment.messages, plan.segment.size = messages, size
             else:
-                segments.append(Segment(trajectory, messages, plan.offered))
+                segments.append(Segment(trajectory, messages, plan.offered, size))
         self._made += len(segments)
         self.segments += reversed(segments)
-        dropped, self.segments = self.segments[:-MOST_SEGMENTS], self.segments[-MOST_SEGMENTS:]
-        return [segment.trajectory.id for segment in dropped]
+        dropped, size = [], self.size
+        while len(self.segments) > MOST_SEGMENTS or (size > MOST_BYTES and len(self.segments) > 1):
+            dropped.append(self.segments.pop(0).trajectory.id)
+            size = self.size
+        return dropped
 
     def captured(self) -> list[dict[str, Any]]:
         """Everything captured so far, a segment each, in JSON's types."""
