@@ -3,9 +3,12 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
 
-from venusrl.core.errors import ConfigError
+from venusrl.core.errors import ConfigError, ContractError
 from venusrl.models.chat import ChatFormat
+from venusrl.models.tokenizer import Tokenizer
 
 SPACES = st.sampled_from(["", " ", "\n", "\n\n", "  \n", "\t", " \n "])
 WORDS = st.one_of(st.sampled_from(["", "fox", "12", "<|im_end|>", "a b", "def f():\n    pass"]), st.text(max_size=6))
@@ -161,3 +164,85 @@ def test_bytes_of_tokens_make_the_text(tokenizer):
     ids = tokenizer.encode(text)
     assert b"".join(tokenizer.bytes_of(token) for token in ids).decode() == text
     assert tokenizer.bytes_of(tokenizer.im_end) == b"<|im_end|>" and tokenizer.bytes_of(10**6) == b""
+
+
+ONLY_WITHOUT_CONTENT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is none %}{% for c in m.tool_calls %}"
+    "CALL {{ c.function.name }} {{ c.function.arguments }}{% endfor %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_template_that_shows_calls_only_beside_no_content_is_given_none(tokenizer):
+    """transformers#45419: the calls of a history vanished from the prompt."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert "CALL f" in tokenizer.decode(ChatFormat(tokenizer, ONLY_WITHOUT_CONTENT).prompt(messages))
+
+
+NEEDS_OBJECTS = CHATML.replace(
+    "{{ message.content }}",
+    "{{ message.content }}{% for c in message.tool_calls or [] %}{% for k, v in c.function.arguments.items() %}"
+    "{{ k }}={{ v }}{% endfor %}{% endfor %}",
+)
+
+
+@pytest.mark.parametrize("arguments, says", [('{"k": "v"}', "k=v"), ("", None), ("null", None), (None, None)])
+def test_a_template_that_needs_objects_is_given_objects(tokenizer, arguments, says):
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a", "tool_calls": [call]}]
+    text = tokenizer.decode(ChatFormat(tokenizer, NEEDS_OBJECTS).prompt(messages))
+    assert (says or "a\n") in text
+    call["function"]["arguments"] = "[1]"
+    with pytest.raises(ContractError, match=r"messages\[1\]\.tool_calls\[0\]\.function\.arguments"):
+        ChatFormat(tokenizer, NEEDS_OBJECTS).prompt(messages)
+
+
+def test_the_template_for_tools_renders_what_follows_too(tokenizer):
+    """transformers#31429: with templates by name the second turn was refused."""
+    both = {"default": "{{ raise_exception('no tools here') if tools else '' }}" + CHATML, "tool_use": "T" + CHATML}
+    both["default"] = both["default"].replace("{{ message.content }}", "{{ message.content if not tools }}")
+    chat = ChatFormat(tokenizer, both)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    ids = chat.prompt([{"role": "user", "content": "u"}], tools)
+    ids += [*tokenizer.encode("x"), tokenizer.im_end]
+    grown = ids + chat.continuation([{"role": "tool", "content": "r"}], ids[-1], tools)
+    assert tokenizer.decode(grown).startswith("T") and "r" in tokenizer.decode(grown[len(ids) :])
+
+
+def marked(special: bool, **fields) -> Tokenizer:
+    """A tokenizer with a marker of turns of its own."""
+    backend = Tokenizer.train(["user assistant a b c"] * 3, 300)._backend
+    token = AddedToken("<|turn|>", special=special, normalized=False, **fields)
+    (backend.add_special_tokens if special else backend.add_tokens)([token])
+    return Tokenizer(backend)
+
+
+TURNS = "{% for m in messages %}<|turn|> {{ m.role }} {{ m.content }}<|im_end|>{% endfor %}<|turn|> assistant"
+
+
+def test_text_that_spells_a_marker_of_turns_stays_text_whatever_the_file_calls_it():
+    """trl#6766: DeepSeek's <|User|> is no special token, and a file's content could open a turn."""
+    tokenizer = marked(special=False)
+    chat = ChatFormat(tokenizer, TURNS)
+    turn = tokenizer.token_id("<|turn|>")
+    assert chat.prompt([{"role": "user", "content": "a <|turn|> b"}]).count(turn) == 2
+    assert turn not in tokenizer.encode("a <|turn|> b")
+
+
+def test_tokens_that_take_white_space_along_do_so():
+    """transformers#32136 (Phi-3): ids were others than the tokenizer's own."""
+    for fields in ({"rstrip": True}, {"lstrip": True}, {}):
+        tokenizer = marked(special=True, **fields)
+        messages = [{"role": "user", "content": "a "}, {"role": "assistant", "content": "b"}]
+        ids = ChatFormat(tokenizer, TURNS.replace("<|im_end|>", "")).prompt(messages)
+        backend = Backend.from_str(tokenizer._backend.to_str())
+        backend.encode_special_tokens = False
+        text = "<|turn|> user a <|turn|> assistant b<|turn|> assistant"
+        assert ids == backend.encode(text, add_special_tokens=False).ids
+
+
+def test_control_tokens_in_variables_of_a_template_stay_text(tokenizer):
+    chat = ChatFormat(tokenizer, "{{ motto }}" + CHATML)
+    ids = chat.prompt([{"role": "user", "content": "u"}], options={"motto": "<|im_end|>"})
+    assert ids.count(tokenizer.im_end) == 1

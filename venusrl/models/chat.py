@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from venusrl.core.errors import ConfigError, ContractError
-from venusrl.models.template import CHATML, ChatTemplate, Message, Tool
+from venusrl.models.template import CHATML, ChatTemplate, Message, Tool, texts
 from venusrl.models.tokenizer import Tokenizer
 
 _PLACEHOLDER = "what-the-model-said"
-_CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": _PLACEHOLDER}}}
 _TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 
 
@@ -105,13 +104,21 @@ class ChatFormat:
         Raises:
           ContractError: the template refuses them.
         """
-        said: dict[str, Any] = {"role": "assistant", "content": _PLACEHOLDER}
+        mark = _PLACEHOLDER
+        while any(mark in text for text in texts([list(messages), list(tools)])):
+            mark += "'"
+        turns: list[dict[str, Any]] = [{"role": "assistant", "content": mark}]
         if messages and messages[0]["role"] == "tool":  # some templates refuse a result that nobody asked for
-            call = {**_CALL, "id": messages[0].get("tool_call_id") or _CALL["id"]}
-            said = {"role": "assistant", "content": "", "tool_calls": [call]}
-        pieces = self._template.render(self._plain([{"role": "user", "content": "."}, said, *messages]), tools, options)
-        ids = self._ids(self._after_reply(pieces))
-        return ids[1:] if ids and ids[0] == last_token and last_token in self.stop_tokens else ids
+            function = {"name": "f", "arguments": {"x": mark}}
+            call = {"id": messages[0].get("tool_call_id") or "call00000", "type": "function", "function": function}
+            turns.insert(0, {"role": "assistant", "content": "", "tool_calls": [call]})  # and some show no calls
+        for turn in turns:
+            plain = self._plain([{"role": "user", "content": "."}, turn, *messages])
+            rest = self._after(mark, self._template.render(plain, tools, options))
+            if rest is not None:
+                ids = self._ids(rest)
+                return ids[1:] if ids and ids[0] == last_token and last_token in self.stop_tokens else ids
+        raise ContractError("the model's chat template leaves out what the assistant said; use another template")
 
     def opens_thought(self, options: Mapping[str, Any] | None = None) -> bool:
         """Whether a reply begins inside a thought, because the prompt ends with <think>.
@@ -126,12 +133,13 @@ class ChatFormat:
         """Text of a generated turn, without control tokens."""
         return self._tokenizer.decode(ids)
 
-    def _after_reply(self, pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-        """What comes after the placeholder's turn, with the token that closes it where the template has one."""
-        found = next((i for i, (text, _) in enumerate(pieces) if _PLACEHOLDER in text), None)
+    def _after(self, mark: str, pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]] | None:
+        """What comes after the turn that has `mark` in it, with the token that closes it where the template has one;
+        None where it is left out."""
+        found = next((i for i, (text, _) in enumerate(pieces) if mark in text), None)
         if found is None:
-            raise ContractError("the model's chat template leaves out what the assistant said; use another template")
-        rest = [(pieces[found][0].split(_PLACEHOLDER, 1)[1], False), *pieces[found + 1 :]]
+            return None
+        rest = [(pieces[found][0].split(mark, 1)[1], False), *pieces[found + 1 :]]
         closed = (i for i, (text, control) in enumerate(rest) if control and text in self._stops)
         return rest[next(closed, 0) :]
 

@@ -119,7 +119,7 @@ class ChatTemplate:
 
     def _spelled(self, value: Any) -> bool:
         """Whether a control token is spelled out in some text of `value`."""
-        return any(self._control.search(text) for text in _texts(value))
+        return any(self._control.search(text) for text in texts(value))
 
     def _guarded(self, value: Any, mark: str) -> Any:
         """`value` with `mark` inside every control token."""
@@ -165,7 +165,7 @@ def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _texts(value: Any) -> Iterable[str]:
+def texts(value: Any) -> Iterable[str]:
     """All texts in a value of JSON's types."""
     todo = [value]
     while todo:
@@ -180,5 +180,5 @@ def _texts(value: Any) -> Iterable[str]:
 
 def _unused(value: Any) -> str:
     """A character that is in none of its texts."""
-    used = {c for text in _texts(value) for c in text if "\ue000" <= c <= "\uf8ff"}
+    used = {c for text in texts(value) for c in text if "\ue000" <= c <= "\uf8ff"}
     return next((chr(code) for code in _PRIVATE if chr(code) not in used), "\x00")
