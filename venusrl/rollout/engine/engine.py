@@ -24,10 +24,10 @@ from venusrl.rollout.engine.checks import check_fields, check_params, device_tem
 from venusrl.rollout.engine.kv import KvStore, Prefix
 from venusrl.rollout.engine.lanes import Lanes, fitting
 from venusrl.rollout.engine.options import EngineOptions, bucket
-from venusrl.rollout.engine.programs import TOP, Programs, RowState
+from venusrl.rollout.engine.programs import Programs, RowState
 from venusrl.rollout.engine.sequence import Queue, Sequence
 from venusrl.rollout.engine.transfer import KvShape
-from venusrl.rollout.worker import Chunk, Load, Request, Top
+from venusrl.rollout.worker import MOST_TOP, Chunk, Load, Request, Top
 
 Answer = tuple[Request, Chunk]
 
@@ -446,7 +446,7 @@ class Engine:
         read, caches = bucket(int(position.max()), self._reads), self._kv.caches
         state = RowState(*(jnp.asarray(x) for x in (token, position, remaining, temperature, seed)))
         which = None if size == rows else jnp.asarray(where)
-        top = TOP if any(s.request.top_logprobs for s in ready) else 0
+        top = MOST_TOP if any(s.request.top_logprobs for s in ready) else 0
         caches[lane], out = self._programs.decode(steps, read, top, self._params, caches[lane], which, state)
         tokens, logprobs, counts, *ranked = (np.asarray(x) for x in out)
         return [

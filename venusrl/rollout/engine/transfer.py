@@ -15,10 +15,10 @@ from venusrl.models.config import ModelConfig
 from venusrl.rollout.engine.cache import LayerCache
 from venusrl.rollout.engine.kv import Prefix
 from venusrl.rollout.engine.options import EngineOptions
+from venusrl.rollout.worker import LONGEST_ID
 
 MAGIC = b"venus-kv1"
 HASH_BYTES = 16
-LONGEST_ID = 1024  # characters of a trajectory's or namespace's name
 _HEADER_BYTES = 16 * 2**20
 _FIELDS = {"trajectory", "namespace", "version", "tokens", "arrays"}
 
