@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive
 
 from venusrl.core.errors import ContractError
 
@@ -14,6 +15,12 @@ T = TypeVar("T")
 
 class Gone(Exception):
     """The caller hung up."""
+
+
+async def hang_up(receive: Receive) -> None:
+    """Returns once the caller hangs up. The body has to be read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def body_of(request: Request, most: int) -> bytes:
@@ -42,7 +49,7 @@ async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     Raises:
       Gone: the caller hung up; `work` has ended.
     """
-    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_hang_up(request))
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(hang_up(request.receive))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -52,11 +59,6 @@ async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
         for task in (working, gone):
             task.cancel()
         await asyncio.gather(working, gone, return_exceptions=True)
-
-
-async def _hang_up(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 class Stream(Response):

@@ -1,10 +1,8 @@
-"""HTTP answers and bodies, and the errors that they stand for."""
+"""HTTP answers, and the errors that they stand for."""
 
 import json
 
 from pydantic_core import from_json
-from starlette.requests import ClientDisconnect
-from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from venusrl.core.errors import CheckpointError, ContractError, VenusError, WorkerError
@@ -34,21 +32,3 @@ def error_of(status: int, text: str) -> VenusError:
 def answer(status: int, error: object) -> Response:
     """An error, in ASCII: what it quotes may be no text."""
     return Response(json.dumps({"error": str(error)}), status, media_type="application/json")
-
-
-async def read(request: HttpRequest, most: int) -> bytes:
-    """The body.
-
-    Raises:
-      ContractError: it has more than `most` bytes, of which no more are read; or it ends before its time.
-    """
-    parts, size = [], 0
-    try:
-        async for part in request.stream():
-            size += len(part)
-            if size > most:
-                raise ContractError(f"the body has more than {most} bytes; send less")
-            parts.append(part)
-    except ClientDisconnect:
-        raise ContractError(f"the caller hung up after {size} bytes of the body") from None
-    return b"".join(parts)

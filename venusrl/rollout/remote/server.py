@@ -27,8 +27,9 @@ from starlette.routing import Route
 
 from venusrl.core.clock import Clock, WallClock
 from venusrl.core.errors import ContractError, VenusError
+from venusrl.core.http import Gone, body_of
 from venusrl.observe.prometheus import exposition
-from venusrl.rollout.remote.answers import answer, read, status_of
+from venusrl.rollout.remote.answers import answer, status_of
 from venusrl.rollout.remote.lease import Held, Lease
 from venusrl.rollout.remote.streams import LONGEST_BODY, Generate
 from venusrl.rollout.remote.wire import (
@@ -100,12 +101,12 @@ class _Door:
             Route("/info", self._info),
             Route("/metrics", self._metrics),
         ]
-        return Starlette(routes=routes, exception_handlers={VenusError: _failed})
+        return Starlette(routes=routes, exception_handlers={VenusError: _failed, Gone: _left})
 
     # Whose it is
 
     async def _claim(self, http: HttpRequest) -> Response:
-        body = parse(ClaimBody, await read(http, LONGEST_BODY))
+        body = parse(ClaimBody, await body_of(http, LONGEST_BODY))
         if self._worker.failure is not None:
             raise again(self._worker.failure)
         if self._lease.claim(self._clock.now(), body.run, body.process, body.session, body.start, body.first):
@@ -128,7 +129,7 @@ class _Door:
     # Requests
 
     async def _body(self, http: HttpRequest, kind: type[Body]) -> Any:
-        body = parse(kind, await read(http, LONGEST_BODY))
+        body = parse(kind, await body_of(http, LONGEST_BODY))
         self._check(http)
         return body
 
@@ -161,7 +162,7 @@ class _Door:
 
     async def _import_kv(self, http: HttpRequest) -> Response:
         self._check_weights(http)
-        data = await read(http, self._codec.most_kv)
+        data = await body_of(http, self._codec.most_kv)
         prefix = await asyncio.to_thread(self._codec.unpack_kv, data)
         self._check_weights(http)  # the worker may have changed hands meanwhile
         return JSONResponse({"tokens": await self._worker.import_kv(prefix)})
@@ -171,7 +172,7 @@ class _Door:
         version, session = http.path_params["version"], _session(http)
         if version >= 2**31:
             raise ContractError(f"version {version} is no int32")
-        params = await asyncio.to_thread(self._codec.read_weights, await read(http, self._codec.most_weights))
+        params = await asyncio.to_thread(self._codec.read_weights, await body_of(http, self._codec.most_weights))
         async with self._updating:
             self._check(http)  # the worker may have changed hands meanwhile
             if self._weights_of == session and version == self._worker.version:
@@ -223,3 +224,8 @@ def _session(http: HttpRequest) -> str:
 
 async def _failed(http: HttpRequest, error: Exception) -> Response:
     return answer(status_of(error), error)
+
+
+async def _left(http: HttpRequest, error: Exception) -> Response:
+    """Nobody is there to read it; 499 is what others log for such calls."""
+    return Response(status_code=499)
