@@ -13,6 +13,16 @@ from venusrl.core.errors import ContractError
 T = TypeVar("T")
 
 
+def error_body(text: str, kind: str = "invalid_request_error", code: str | None = None) -> dict[str, Any]:
+    """An error as every service tells it: in the OpenAI API's form.
+
+    Args:
+      kind: "invalid_request_error" where the caller can mend it, "server_error" where it cannot.
+      code: that programs look for.
+    """
+    return {"error": {"message": text, "type": kind, "param": None, "code": code}}
+
+
 class Gone(Exception):
     """The caller hung up."""
 

@@ -285,7 +285,7 @@ async def test_another_run_is_refused_and_told_who_has_the_worker_and_for_how_lo
                 anybody.get("/kv/g0/0"),
             ):
                 answer = await call
-                assert answer.status_code == 409 and "one@host:/runs/a" in answer.json()["error"]
+                assert answer.status_code == 409 and "one@host:/runs/a" in answer.json()["error"]["message"]
             assert (await anybody.get("/info")).json()["run"] == "one@host:/runs/a"
             assert "session" not in (await anybody.get("/info")).text
             assert (await anybody.get("/load")).status_code == 200

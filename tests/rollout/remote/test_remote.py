@@ -150,7 +150,7 @@ async def test_bad_requests_are_answered_with_what_is_wrong(params):
         async with httpx.AsyncClient(base_url=client.address, headers=headers) as http:
             for body, says in BAD_REQUESTS:
                 answer = await http.post("/generate", content=body)
-                assert answer.status_code == 400 and says in answer.json()["error"], (body[:90], answer.text)
+                assert answer.status_code == 400 and says in answer.json()["error"]["message"], (body[:90], answer.text)
             for path in ("/cancel", "/preempt", "/prioritise", "/release", "/lease"):
                 for body in (b"{", b"[]", b"{}", b'{"trajectory": 5, "priority": true, "run": []}', b"[" * 100_000):
                     assert (await http.post(path, content=body)).status_code == 400, (path, body[:90])
@@ -298,7 +298,7 @@ async def test_a_worker_behind_its_door_takes_who_has_the_key_and_no_web_page(pa
     try:
         await client.start()
         assert await collect(client, Request("t", [5, 6, 7], 4))
-        with pytest.raises(WorkerError):
+        with pytest.raises(WorkerError, match="needs its key, as `Authorization"):
             await stranger.start(patient=False)
         async with httpx.AsyncClient(base_url=address, headers={"authorization": f"Bearer {key}"}) as http:
             assert (await http.get("/info")).is_success

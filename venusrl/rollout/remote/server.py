@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -101,7 +102,7 @@ class _Door:
             Route("/info", self._info),
             Route("/metrics", self._metrics),
         ]
-        return Starlette(routes=routes, exception_handlers={VenusError: _failed, Gone: _left})
+        return Starlette(routes=routes, exception_handlers={VenusError: _failed, HTTPException: _no_such, Gone: _left})
 
     # Whose it is
 
@@ -224,6 +225,12 @@ def _session(http: HttpRequest) -> str:
 
 async def _failed(http: HttpRequest, error: Exception) -> Response:
     return answer(status_of(error), error)
+
+
+async def _no_such(http: HttpRequest, error: Exception) -> Response:
+    """404, 405 and the like."""
+    assert isinstance(error, HTTPException)
+    return answer(error.status_code, error.detail)
 
 
 async def _left(http: HttpRequest, error: Exception) -> Response:

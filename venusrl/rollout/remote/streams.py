@@ -10,7 +10,7 @@ from starlette.requests import Request as HttpRequest
 
 from venusrl.core.errors import VenusError
 from venusrl.core.http import Gone, body_of, hang_up
-from venusrl.rollout.remote.answers import answer, status_of
+from venusrl.rollout.remote.answers import answer, status_of, told
 from venusrl.rollout.remote.wire import BEAT_S, GenerateBody, parse
 from venusrl.rollout.worker import Request, Worker
 
@@ -112,7 +112,8 @@ class Generate:
         if failure is not None and not begun:
             return await answer(status_of(failure), failure)(scope, receive, send)
         if failure is not None:
-            await line({"error": str(failure), "status": status_of(failure)})
+            status = status_of(failure)
+            await line({**told(status, failure), "status": status})
         if begun:
             await send({"type": "http.response.body", "body": b""})
 

@@ -64,6 +64,10 @@ class Answer(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
+class Failure(Answer):
+    message: str
+
+
 class ChunkAnswer(Answer):
     """A venusrl.rollout.worker.Chunk; or, with `error`, what ended the turn and the status it would have had."""
 
@@ -72,7 +76,7 @@ class ChunkAnswer(Answer):
     version: int = 0
     stop: str | None = None
     top: list[list[tuple[int, float]]] | None = None
-    error: str | None = None
+    error: Failure | None = None
     status: int = 503
 
     def chunk(self) -> Chunk:
