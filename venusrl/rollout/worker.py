@@ -195,4 +195,9 @@ class Worker(Protocol):
         """
         ...
 
+    async def reset(self) -> None:
+        """Ends requests with WorkerError, and forgets KV, what `prioritise` said and the version: weights of another
+        run come next, of any version."""
+        ...
+
     def load(self) -> Load: ...

@@ -122,7 +122,6 @@ class JaxWorker:
         return await self._call(lambda: self._engine.bring(prefix)) if prefix is not None else 0
 
     async def reset(self) -> None:
-        """Forgets requests, KV and version, before weights of another run."""
         for request, stream in self._streams.values():
             stream.put_nowait(WorkerError(f"request of {request.trajectory}: the worker went to another run"))
         await self._call(self._engine.reset)

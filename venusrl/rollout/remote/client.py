@@ -44,6 +44,7 @@ class RemoteWorker(Presence):
         super().__init__(address, run, key, reconnect_s, max_length, clock)
         self._write_weights = write_weights
         self._streaming: set[str] = set()
+        self._resets = 0
 
     async def start(self, patient: bool = False) -> None:
         await super().start(patient)
@@ -76,7 +77,7 @@ class RemoteWorker(Presence):
         for _ in range(ATTEMPTS):
             await self._unless_gone(tenure, tenure.said.join())  # its priority is known there before it is
             await self._unless_gone(tenure, tenure.ready.wait())
-            version = tenure.version
+            version, resets = tenure.version, self._resets
             items: asyncio.Queue = asyncio.Queue()
             reader = asyncio.create_task(self._read(tenure, request, items))
             tenure.gone.add_done_callback(tell := lambda _, items=items: items.put_nowait(self._gone()))
@@ -94,6 +95,8 @@ class RemoteWorker(Presence):
                         raise item
                     if item is None:
                         continue
+                    if resets != self._resets:
+                        raise WorkerError(f"request of {request.trajectory}: {self.name} was reset")
                     self._check_version(tenure, version, item)
                     version, begun = item.version, begun or bool(item.tokens)
                     yield item
@@ -202,6 +205,18 @@ class RemoteWorker(Presence):
                     self._lose(tenure, f"it was given weights of version {version} and has {has}")
                     raise self._gone()
                 tenure.version = version
+        finally:
+            tenure.updates -= 1
+
+    async def reset(self) -> None:
+        """For a client whose versions begin anew. Between two runs the worker's process sees to it by itself."""
+        tenure = self._present()
+        self._resets += 1
+        tenure.updates += 1  # what it says of its weights meanwhile is of before
+        try:
+            async with tenure.updating:
+                tenure.version = parse(Applied, (await self._call("POST", "/reset", tenure)).content).version
+                tenure.sent = None
         finally:
             tenure.updates -= 1
 

@@ -8,6 +8,7 @@
 - GET /kv/ID: KV of a trajectory as one checksummed message; 204 where there is none.
 - PUT /kv: takes such a message.
 - PUT /weights/V: takes a safetensors file as version V.
+- POST /reset: ends requests and forgets KV and version; weights of any version come next.
 - GET /load, /info, /metrics: for everybody.
 
 What changes or uses the worker's state names its session in the header `venus-session`. While a run holds the lease,
@@ -27,7 +28,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from venusrl.core.clock import Clock, WallClock
-from venusrl.core.errors import ContractError, VenusError
+from venusrl.core.errors import ContractError, VenusError, WorkerError
 from venusrl.core.http import Gone, body_of
 from venusrl.observe.prometheus import exposition
 from venusrl.rollout.remote.answers import answer, status_of
@@ -70,7 +71,7 @@ def worker_app(worker: Worker, codec: Codec, clock: Clock | None = None, beat_s:
     """The application.
 
     Args:
-      worker: started. Where it has `reset`, that is called before the weights of another session.
+      worker: started. `reset` before the weights of another session.
       clock: of the lease.
       beat_s: seconds between signs of life of a stream in which nothing happens.
     """
@@ -98,6 +99,7 @@ class _Door:
             Route("/kv/{trajectory:path}", self._export_kv),
             Route("/kv", self._import_kv, methods=["PUT"]),
             Route("/weights/{version:int}", self._update, methods=["PUT"]),
+            Route("/reset", self._reset, methods=["POST"]),
             Route("/load", self._load),
             Route("/info", self._info),
             Route("/metrics", self._metrics),
@@ -182,10 +184,16 @@ class _Door:
             if self._weights_of != session and not first:
                 self._weights_of = None
                 await self._generate.cancel_all(Held("the worker was given weights of another caller"))
-                if hasattr(self._worker, "reset"):  # versions of two runs cannot be compared, nor their KV mixed
-                    await self._worker.reset()
+                await self._worker.reset()  # versions of two runs cannot be compared, nor their KV mixed
             await self._worker.update_weights(params, version)
             self._weights_of = session
+        return JSONResponse({"version": self._worker.version})
+
+    async def _reset(self, http: HttpRequest) -> Response:
+        async with self._updating:
+            self._check(http)
+            await self._generate.cancel_all(WorkerError("the worker was reset"))
+            await self._worker.reset()
         return JSONResponse({"version": self._worker.version})
 
     # What it says of itself
