@@ -182,6 +182,7 @@ class Engine:
 
         Raises:
           ContractError: it is of another model or other options.
+          WorkerError: the device did not take it; the engine goes on.
         """
         self.kv_shape.check_prefix(prefix)
         if prefix.version != self.version:

@@ -116,7 +116,7 @@ class JaxWorker:
 
     async def export_kv(self, trajectory: str) -> Prefix | None:
         check_text("trajectory", trajectory)
-        return await self._call(lambda: self._engine.export(trajectory))
+        return await self._call(lambda: self._engine.export(trajectory), reads=True)
 
     async def import_kv(self, prefix: Prefix | None) -> int:
         return await self._call(lambda: self._engine.bring(prefix)) if prefix is not None else 0
@@ -127,14 +127,23 @@ class JaxWorker:
         await self._call(self._engine.reset)
         self._tell_updated()
 
-    async def _call(self, act: Callable[[], Any]) -> Any:
-        """What `act` gives or raises, between two steps."""
+    async def _call(self, act: Callable[[], Any], reads: bool = False) -> Any:
+        """What `act` gives or raises, between two steps.
+
+        What it raises on purpose, a VenusError, leaves the engine as it was, and is its caller's alone. Anything else
+        may have come in the midst of a change, and ends the worker: nobody is given tokens of KV that is half there.
+
+        Args:
+          reads: `act` changes nothing, so that its failure, of whatever kind, is its caller's alone.
+        """
         done = asyncio.get_running_loop().create_future()
 
         def run():
             try:
                 result = act()
-            except Exception as error:  # noqa: BLE001 - its caller's, not the worker's: others go on
+            except Exception as error:  # looked at, and raised again where it is the worker's
+                if not (reads or isinstance(error, VenusError)):
+                    raise  # `done` hears of it with all who wait
                 failure = error if isinstance(error, VenusError) else WorkerError(f"{self.name}: {error!r}")
                 if not done.done():
                     done.set_exception(failure)
