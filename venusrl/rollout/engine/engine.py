@@ -134,7 +134,11 @@ class Engine:
             )
 
     def submit(self, request: Request) -> None:
-        """Queues a request; it starts when its turn comes and a slot and pages are free."""
+        """Queues a request; it starts when its turn comes and a slot and pages are free.
+
+        Raises:
+          ContractError: see `check_request`.
+        """
         self.check_request(request)
         self._orders += 1
         left = min(request.max_tokens, self.options.max_length - len(request.tokens))

@@ -61,7 +61,7 @@ class JaxWorker:
             raise self.failure
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
-        self._engine.check_request(request)
+        check_text("trajectory", request.trajectory)  # the rest is looked at where it reaches the engine
         if request.trajectory in self._streams:
             raise ContractError(f"trajectory {request.trajectory} already has a request on {self.name}")
         request = copy.copy(request)  # what the engine answers is told apart by it, and a caller may ask the same again

@@ -55,7 +55,8 @@ class Codec:
     """What the worker's kind of KV and weights is as bytes.
 
     Attributes:
-      unpack_kv, pack_kv: from and to one message. `unpack_kv` refuses with ContractError what `import_kv` cannot take.
+      unpack_kv, pack_kv: from and to one message. `unpack_kv` refuses with ContractError what is none; what of a
+        message the worker cannot take, its `import_kv` refuses.
       read_weights: from the bytes of a safetensors file to what `update_weights` takes.
       most_kv, most_weights: bytes that such a message has at most.
     """
