@@ -147,7 +147,7 @@ async def test_bad_requests_are_answered_with_what_is_wrong(params):
             for path in ("/cancel", "/preempt", "/prioritise", "/release", "/lease"):
                 for body in (b"{", b"[]", b"{}", b'{"trajectory": 5, "priority": true, "run": []}', b"[" * 100_000):
                     assert (await http.post(path, content=body)).status_code == 400, (path, body[:90])
-            large = b'{"trajectory": "t", "priority": %d, "resident": true}' % 2**70
+            large = b'{"orders": [{"trajectory": "t", "priority": %d, "resident": true}]}' % 2**70
             assert (await http.post("/prioritise", content=large)).status_code == 400
             assert (await http.get("/generate")).status_code == 405
             assert (await http.put("/kv", content=b"nothing")).status_code == 400

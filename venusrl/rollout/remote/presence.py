@@ -45,7 +45,7 @@ class Tenure:
       gone: done, with the reason, when it ends.
       ready: set while requests may be sent.
       told: set while anything may be sent.
-      said: what `prioritise` and `release` have to tell, in order.
+      said: what `prioritise` and `release` have to tell, in order: (trajectory, its order, None where it has ended).
       version: of the weights that the worker has.
       sent: the version that was last sent; None where nothing was.
       updates: under way.

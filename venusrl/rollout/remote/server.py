@@ -4,7 +4,8 @@
   where it belongs to another run. DELETE /lease: the run needs it no more.
 - POST /generate: a Request in JSON; answers with chunks, a line of JSON each. Hanging up cancels it.
 - POST /cancel: ends an answer under way, and returns when its slot is free.
-- POST /preempt, /prioritise, /release
+- POST /preempt
+- POST /prioritise, /release: of many trajectories at once.
 - GET /kv/ID: KV of a trajectory as one checksummed message; 204 where there is none.
 - PUT /kv: takes such a message.
 - PUT /weights/V: takes a safetensors file as version V.
@@ -40,6 +41,7 @@ from venusrl.rollout.remote.wire import (
     Body,
     ClaimBody,
     PrioritiseBody,
+    ReleaseBody,
     TrajectoryBody,
     parse,
 )
@@ -146,12 +148,13 @@ class _Door:
         return JSONResponse({})
 
     async def _prioritise(self, http: HttpRequest) -> Response:
-        body = await self._body(http, PrioritiseBody)
-        self._worker.prioritise(body.trajectory, body.priority, body.resident)
+        for order in (await self._body(http, PrioritiseBody)).orders:
+            self._worker.prioritise(order.trajectory, order.priority, order.resident)
         return JSONResponse({})
 
     async def _release(self, http: HttpRequest) -> Response:
-        await self._worker.release((await self._body(http, TrajectoryBody)).trajectory)
+        for trajectory in (await self._body(http, ReleaseBody)).trajectories:
+            await self._worker.release(trajectory)
         return JSONResponse({})
 
     # KV and weights

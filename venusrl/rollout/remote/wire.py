@@ -36,10 +36,18 @@ class TrajectoryBody(Body):
     trajectory: Id
 
 
-class PrioritiseBody(Body):
+class Order(Body):
     trajectory: Id
     priority: Int64
     resident: bool
+
+
+class PrioritiseBody(Body):
+    orders: list[Order]
+
+
+class ReleaseBody(Body):
+    trajectories: list[Id]
 
 
 class ClaimBody(Body):
