@@ -50,7 +50,7 @@ class RemoteWorker(Presence):
 
     async def start(self, patient: bool = False) -> None:
         await super().start(patient)
-        self._tasks.insert(0, asyncio.create_task(self._tell()))
+        self._tasks.insert(0, self._keep_up(self._tell()))
 
     # Requests
 
