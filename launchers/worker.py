@@ -4,8 +4,8 @@
     python -m launchers.train --config=configs/quickstart.py --config.rollout.addresses="('http://127.0.0.1:9001',)"
 
 It begins with the weights of the configuration's checkpoint, as version 0, and takes new ones from whoever trains. The
-port is printed when it answers. It ends at SIGTERM or SIGINT, and with exit code 1 where its engine fails. It
-belongs to one run at a time; see docs/workers.md.
+port is printed when it answers. It ends at SIGTERM or SIGINT, and with exit code 1 where its engine or its HTTP server
+fails. It belongs to one run at a time; see docs/workers.md.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ import jax
 from launchers import program, system
 from launchers.address import define_address
 from launchers.configuration import check_config, define_config
+from venusrl.core.errors import WorkerError
 from venusrl.core.listening import answer
 from venusrl.learner.publish import publish
 from venusrl.models import hf
@@ -40,7 +41,11 @@ def codec(engine: Engine, shape: ModelConfig) -> Codec:
 
 
 async def serve(config) -> None:
-    """Until it is told to stop."""
+    """Until it is told to stop.
+
+    Raises:
+      WorkerError: the engine or the HTTP server has failed.
+    """
     door = _ADDRESS.door()
     model = system.load_model(config)
     shape = model.config
@@ -51,12 +56,17 @@ async def serve(config) -> None:
 
     print(f"worker at {address}", flush=True)
     serving = asyncio.create_task(answer(door(worker_app(worker, codec(engine, shape))), listener))
-    try:  # where the engine fails, the process ends, and whoever watches over it can start another
-        await asyncio.wait({serving, asyncio.create_task(worker.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    working = asyncio.create_task(worker.wait())
+    try:  # where either fails, the process ends, and whoever watches over it can start another
+        await asyncio.wait({serving, working}, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        serving.cancel()
-        await asyncio.wait({serving})
-        await worker.close()
+        for task in (serving, working):
+            task.cancel()
+        await asyncio.wait({serving, working})
+        await worker.close()  # raises what its engine has failed of
+    for task, what in ((serving, "HTTP server"), (working, "engine")):
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise WorkerError(f"the {what} of the worker at {address} failed: {error!r}") from error
 
 
 def main(argv) -> None:

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from configs import quickstart
 from launchers import system, worker
+from launchers.address import Address
 from launchers.run_id import run_id
 from venusrl.core.errors import ConfigError, WorkerError
 from venusrl.observe.run_log import read_jsonl
@@ -253,13 +255,33 @@ def test_a_run_that_was_killed_has_its_worker_at_once_when_it_is_started_again(p
     assert "belongs to run" not in processes.said("run")
 
 
-async def test_a_worker_whose_engine_fails_ends_with_its_reason(checkpoint, monkeypatch):
-    """So that whatever watches over it starts another; it went on and answered every call with the error."""
+@pytest.fixture
+def worker_config(checkpoint, monkeypatch):
+    """Of a worker in this process, on a free port; its flags are not parsed here."""
+    address = Address(*(SimpleNamespace(value=value) for value in ("127.0.0.1", 0, "", [])))
+    monkeypatch.setattr(worker, "_ADDRESS", address)
     config = quickstart.get_config("smoke")
     config.model.checkpoint = str(checkpoint)
+    return config
+
+
+async def test_a_worker_whose_http_server_fails_ends_with_its_reason(worker_config, monkeypatch):
+    """It ended with exit code 0 and without a word."""
+
+    async def answer(app, listener):
+        listener.close()
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(worker, "answer", answer)
+    with pytest.raises(WorkerError, match=r"HTTP server .* failed: .*Too many open files"):
+        await asyncio.wait_for(worker.serve(worker_config), 60)
+
+
+async def test_a_worker_whose_engine_fails_ends_with_its_reason(worker_config, monkeypatch):
+    """So that whatever watches over it starts another; it went on and answered every call with the error."""
     said: list[str] = []
     monkeypatch.setattr(worker, "print", lambda text, flush: said.append(text), raising=False)
-    serving = asyncio.create_task(worker.serve(config, "127.0.0.1", 0))
+    serving = asyncio.create_task(worker.serve(worker_config))
     while not said:
         await asyncio.sleep(0.05)
         assert not serving.done(), serving.result()

@@ -57,7 +57,7 @@ class ScriptedWorker:
         self._chunk = chunk
         self._preempted: set[str] = set()
         self._closed = False
-        self._generated = self._prefilled = 0
+        self._generated = self._prefilled = self._resets = 0
 
     async def start(self) -> None: ...
 
@@ -74,12 +74,13 @@ class ScriptedWorker:
         self.running[request.trajectory] = request
         self.most_running = max(self.most_running, len(self.running))
         self._prefilled += len(request.tokens)
-        tokens, left, stop = list(request.tokens), request.max_tokens, None
+        tokens, left, stop, resets = list(request.tokens), request.max_tokens, None, self._resets
         try:
             while stop is None:
                 await asyncio.sleep(0)
                 await self.gate.wait()
                 error = WorkerError(f"worker {self.name} is closed") if self._closed else self.fail(request)
+                error = error if resets == self._resets else WorkerError(f"worker {self.name} was reset")
                 if error is not None:
                     raise error
                 if request.trajectory in self._preempted:
@@ -132,6 +133,14 @@ class ScriptedWorker:
         if self._closed:
             raise WorkerError(f"worker {self.name} is closed")
         self.version = version
+
+    async def reset(self) -> None:
+        if self._closed:
+            raise WorkerError(f"worker {self.name} is closed")
+        self._resets += 1
+        self.kv.clear()
+        self.standing.clear()
+        self.version = -1
 
     def load(self) -> Load:
         return Load(self.slots, len(self.running), 0, self._generated, self._prefilled, 0.0)

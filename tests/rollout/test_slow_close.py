@@ -1,6 +1,7 @@
 """Environments that take long to close hold back neither the report of their trajectory nor, but for room, the next."""
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -94,6 +95,31 @@ async def test_closing_the_service_gives_up_environments_that_never_close(monkey
     assert (await bench.outcome()).lost is None
     await asyncio.wait_for(bench.service.close(), 5)
     assert closed == [] and "1 environments were not closed" in caplog.text
+
+
+@pytest.mark.parametrize("where, name", [("step", "trajectory-g/0"), ("close", "clean-up-g/0")])
+async def test_closing_the_service_leaves_behind_what_does_not_end_when_it_is_cancelled(
+    where, name, monkeypatch, caplog
+):
+    """An environment whose author catches everything; it held up the end of the run for as long as it liked."""
+    monkeypatch.setattr(service_module, "CLOSE_S", 0.1)
+    monkeypatch.setattr(service_module, "CANCEL_S", 0.1)
+    bench, over, there = Bench(env_s=60.0), asyncio.Event(), asyncio.Event()
+
+    async def act(what):
+        while what == where and not over.is_set():
+            there.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await over.wait()
+
+    bench.start(ScriptedEnv(act=act), "g/0")
+    await asyncio.wait_for(there.wait(), 5)
+    closing = asyncio.create_task(bench.service.close())
+    done, _ = await asyncio.wait({closing}, timeout=5)
+    over.set()
+    assert done and f"{name} did not end when cancelled" in caplog.text
+    await closing
+    await bench.service.cleaned()
 
 
 class Full(ScriptedWorker):

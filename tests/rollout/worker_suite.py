@@ -201,6 +201,22 @@ class WorkerSuite:
         check_stream(chunks)
         assert (chunks[0].version, chunks[-1].version) == (version - 1, version)
 
+    async def test_a_reset_ends_requests_and_takes_weights_of_any_version(self, worker, prompt, new_params):
+        """Versions of two runs mean different things."""
+        request = await self.unstopped(worker, prompt, 30)
+        await worker.update_weights(new_params, 9)
+        reader = asyncio.create_task(collect(worker, request))
+        while not worker.load().running:
+            await asyncio.sleep(0)
+        await worker.reset()
+        with pytest.raises(WorkerError):
+            await asyncio.wait_for(reader, 10)
+        assert await worker.export_kv(request.trajectory) is None
+        await worker.update_weights(new_params, 2)
+        chunks = await collect(worker, request)
+        check_stream(chunks)
+        assert {chunk.version for chunk in chunks} == {2} and worker.version == 2
+
     async def test_an_update_while_many_wait(self, worker, prompt, new_params):
         """verl#7990: weight sync with many more requests than slots; slime#2168: none is lost right after it."""
         readers = [

@@ -6,14 +6,31 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive
 
 from venusrl.core.errors import ContractError
 
 T = TypeVar("T")
 
 
+def error_body(text: str, kind: str = "invalid_request_error", code: str | None = None) -> dict[str, Any]:
+    """An error as every service tells it: in the OpenAI API's form.
+
+    Args:
+      kind: "invalid_request_error" where the caller can mend it, "server_error" where it cannot.
+      code: that programs look for.
+    """
+    return {"error": {"message": text, "type": kind, "param": None, "code": code}}
+
+
 class Gone(Exception):
     """The caller hung up."""
+
+
+async def hang_up(receive: Receive) -> None:
+    """Returns once the caller hangs up. The body has to be read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def body_of(request: Request, most: int) -> bytes:
@@ -42,7 +59,7 @@ async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     Raises:
       Gone: the caller hung up; `work` has ended.
     """
-    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_hang_up(request))
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(hang_up(request.receive))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
@@ -52,11 +69,6 @@ async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
         for task in (working, gone):
             task.cancel()
         await asyncio.gather(working, gone, return_exceptions=True)
-
-
-async def _hang_up(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 class Stream(Response):

@@ -33,6 +33,7 @@ from venusrl.scheduling.protocol import (
 )
 
 CLOSE_S = 10.0  # seconds that `close` waits for environments; their sandboxes end with the pool
+CANCEL_S = 1.0  # seconds that it then waits for those it has cancelled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,19 +215,21 @@ class RolloutService:
             await worker.update_weights(params, version)
 
     async def close(self) -> None:
-        """Cancels what runs and waits for the clean-up of all that ended, for `CLOSE_S` at most."""
-        tasks = dict(self._tasks)
-        for trajectory_id in tasks:
+        """Cancels what runs and waits for the clean-up of all that ended, for `CLOSE_S` at most; what is not over then
+        is cancelled. What does not even end at that, within `CANCEL_S`, is named in the log and left behind."""
+        for trajectory_id in self._tasks:
             self.cancel(trajectory_id)
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
-        cleaning = set(self._cleaning.values())
-        if cleaning:
-            _, late = await asyncio.wait(cleaning, timeout=CLOSE_S)
-            for task in late:
-                task.cancel()
-            if late:
-                logging.warning("%d environments were not closed within %.0f s and are given up", len(late), CLOSE_S)
-                await asyncio.wait(late)
+        until = asyncio.get_running_loop().time() + CLOSE_S
+        late = await _ended(set(self._tasks.values()), until)
+        late |= await _ended(set(self._cleaning.values()), until)
+        for task in late:
+            task.cancel()
+        if late:
+            logging.warning("%d environments were not closed within %.0f s and are given up", len(late), CLOSE_S)
+            left = await _ended(late, asyncio.get_running_loop().time() + CANCEL_S)
+            names = sorted(task.get_name() for task in left)
+            if names:
+                logging.error("%s did not end when cancelled, and are left behind", ", ".join(names))
         self._dispatcher.close()
 
     async def cleaned(self) -> None:
@@ -416,3 +419,11 @@ class RolloutService:
         except (TaskError, SandboxError) as error:
             trajectory.info["close_error"] = str(error)
             logging.warning("trajectory %s: its environment was not closed: %s", trajectory.id, error)
+
+
+async def _ended(tasks: set[asyncio.Task], until: float) -> set[asyncio.Task]:
+    """Waits for `tasks`, to `until` of the loop's clock; those that have not ended."""
+    if not tasks:
+        return set()
+    _, late = await asyncio.wait(tasks, timeout=max(0.0, until - asyncio.get_running_loop().time()))
+    return late

@@ -9,6 +9,7 @@ from venusrl.observe.prometheus import Description
 
 Top = list[list[tuple[int, float]]]  # for each token, the most likely ones in its place and their logprobs
 MOST_TOP = 20  # as in the OpenAI API
+LONGEST_ID = 1024  # characters of a trajectory's or a namespace's name, where it comes from another process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,6 +193,11 @@ class Worker(Protocol):
         Raises:
           ContractError: the version is older than one that is here, or the weights are of another model.
         """
+        ...
+
+    async def reset(self) -> None:
+        """Ends requests with WorkerError, and forgets KV, what `prioritise` said and the version: weights of another
+        run come next, of any version."""
         ...
 
     def load(self) -> Load: ...

@@ -166,3 +166,19 @@ async def test_a_priority_that_is_none_is_refused_and_the_worker_goes_on(weights
     async with asyncio.timeout(SECONDS):
         assert (await collect(worker, ask("t", tiny.tokens(0, 4), 3))).stop == "length"
     await worker.close()
+
+
+async def test_a_request_is_looked_at_once_on_its_way_in_as_it_reaches_the_engine(weights, monkeypatch):
+    """7 ms of the loop that serves everybody for 131,072 tokens, and it was twice."""
+    worker, looked = JaxWorker("w", tiny.engine(weights)), []
+    check = worker._engine.check_request
+    monkeypatch.setattr(worker._engine, "check_request", lambda asked: (looked.append(asked.trajectory), check(asked)))
+    await worker.start()
+    asked = ask("t", tiny.tokens(0, 4), 3)
+    turn = asyncio.create_task(collect(worker, asked))
+    await asyncio.sleep(0)  # it is asked for, and not yet with the engine
+    asked.tokens.append(2**63 - 1)
+    with pytest.raises(ContractError, match="token 4 of the context"):
+        await asyncio.wait_for(turn, SECONDS)
+    assert looked == ["t"] and worker.failure is None and not worker._streams
+    await worker.close()

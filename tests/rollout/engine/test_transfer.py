@@ -127,7 +127,7 @@ def check_alive(engine, weights) -> None:
 def test_kv_with_a_right_checksum_and_wrong_contents_is_refused_and_the_engine_goes_on(engine, message, weights):
     for name, data in cases(message).items():
         with pytest.raises(ContractError, match="KV"):
-            from_bytes(data, engine.kv_shape)
+            engine.bring(from_bytes(data, engine.kv_shape))
             pytest.fail(f"{name} was taken")
     check_alive(engine, weights)
 
@@ -188,9 +188,10 @@ def test_random_changes_are_refused_or_harmless(engine, message, weights, seed):
             body += bytes(rng.randrange(64))
         try:
             prefix = from_bytes(joined(header, body), engine.kv_shape)
+            came = engine.bring(prefix)
         except ContractError:
             continue
-        assert 0 <= engine.bring(prefix) <= len(prefix.tokens)
+        assert 0 <= came <= len(prefix.tokens)
         engine.check()
     check_alive(engine, weights)
 
@@ -242,3 +243,11 @@ def test_kv_of_a_trajectory_that_runs_does_not_disturb_it(weights, message):
     assert run(engine, [ask("t", tokens + got.tokens, 4)])["t"].tokens == tiny.greedy(weights, tokens + got.tokens, 4)
     engine.release("t")
     engine.check()
+
+
+def test_tokens_of_kv_are_looked_at_once_on_their_way_in(engine, message, monkeypatch):
+    """A context may have 131,072 of them, and the loop that serves everybody waits."""
+    looked = []
+    monkeypatch.setattr(transfer, "first_wrong", lambda tokens, vocab: looked.append(len(tokens)))
+    engine.bring(from_bytes(message, engine.kv_shape))
+    assert looked == [len(parts(message)[0]["tokens"])]

@@ -127,17 +127,15 @@ async def test_a_stream_that_breaks_ends_as_preempted_with_what_it_has(expected)
 
 async def test_a_stream_without_a_sign_of_life_counts_as_broken(expected, monkeypatch):
     """A connection that somebody on the way forgot: the worker answers others, and this one never."""
-    async with serving() as served, at_home(served) as (client, _home):
+    monkeypatch.setattr(client_module, "ATTEMPTS", 1000)  # however slow this machine is
+    async with serving() as served, at_home(served) as (client, home):
         monkeypatch.setattr(client_module, "SILENCE_S", 0.05)  # below what the server promises
-        got = []
         served.worker.gate.clear()
         turn = asyncio.create_task(collect(client, request()))
         await until(lambda: len(served.worker.requests) >= 2)
         monkeypatch.setattr(client_module, "SILENCE_S", 5.0)
         served.worker.gate.set()
-        with contextlib.suppress(WorkerLost):
-            got = await turn
-        assert not got or tokens(got) == expected
+        assert tokens(await turn) == expected and home.losses == 0
 
 
 async def test_a_request_that_waits_long_for_its_turn_is_no_broken_one(expected):
@@ -285,7 +283,7 @@ async def test_another_run_is_refused_and_told_who_has_the_worker_and_for_how_lo
                 anybody.get("/kv/g0/0"),
             ):
                 answer = await call
-                assert answer.status_code == 409 and "one@host:/runs/a" in answer.json()["error"]
+                assert answer.status_code == 409 and "one@host:/runs/a" in answer.json()["error"]["message"]
             assert (await anybody.get("/info")).json()["run"] == "one@host:/runs/a"
             assert "session" not in (await anybody.get("/info")).text
             assert (await anybody.get("/load")).status_code == 200

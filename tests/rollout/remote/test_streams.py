@@ -30,3 +30,18 @@ async def test_a_caller_that_does_not_read_does_not_keep_the_worker_from_the_nex
     await asyncio.wait_for(generate.cancel_all(Held("the worker was taken over")), 5)
     await asyncio.wait_for(asyncio.wait({turn}), 5)
     assert not worker.running and not generate._streams
+
+
+async def test_a_caller_that_hangs_up_within_its_body_is_neither_served_nor_answered():
+    worker, sent = ScriptedWorker(SCRIPT), []
+    generate = Generate(worker, lambda http: None)
+    parts = [{"type": "http.disconnect"}, {"type": "http.request", "body": b'{"trajectory"', "more_body": True}]
+
+    async def receive():
+        return parts.pop()
+
+    async def send(message):
+        sent.append(message)
+
+    await generate({"type": "http", "method": "POST", "headers": []}, receive, send)
+    assert sent == [] and not worker.requests

@@ -3,12 +3,11 @@
 import asyncio
 import contextlib
 import json
-import socket
-
-import uvicorn
 
 from tests.rollout.scripted import Script, ScriptedWorker
 from venusrl.core.clock import WallClock
+from venusrl.core.door import Door
+from venusrl.core.listening import Server, listen
 from venusrl.rollout.remote.client import RemoteWorker
 from venusrl.rollout.remote.server import Codec, worker_app
 
@@ -114,10 +113,7 @@ class Served:
         self.worker.update_weights = take
 
     async def start(self) -> None:
-        listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))
-        await self._serve(listener)
-        self.wire = Wire(listener.getsockname()[1])
+        self.wire = Wire(self._serve())
         await self.wire.open()
 
     def hold_after(self, chunks: int) -> None:
@@ -131,11 +127,13 @@ class Served:
 
         self.worker.fail = count
 
-    async def _serve(self, listener) -> None:
+    def _serve(self) -> int:
+        """As launchers.worker does; the port."""
+        listener, _ = listen("127.0.0.1", 0)
         app = worker_app(self.worker, CODEC, self._clock, beat_s=0.1)
-        options = uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
-        self._server = uvicorn.Server(options)
-        self._task = asyncio.create_task(self._server._serve([listener]))
+        self._server = Server(Door(app), listener, grace_s=1)
+        self._task = asyncio.create_task(self._server.run())
+        return listener.getsockname()[1]
 
     async def restart(self) -> None:
         """Another process on the same address."""
@@ -143,13 +141,10 @@ class Served:
         self.given.clear()
         self.worker.running.clear()
         self.worker.version = 0
-        listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))
-        await self._serve(listener)
-        self.wire._to = listener.getsockname()[1]
+        self.wire._to = self._serve()
 
     async def _stop(self) -> None:
-        self._server.should_exit = True
+        self._server.stop()
         self.wire.cut()
         await self._task
 

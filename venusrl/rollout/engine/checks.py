@@ -3,6 +3,7 @@
 Requests come from other programs, too. One that passes here cannot fail for what it says.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -67,6 +68,14 @@ def check_params(params: Any, present: Any) -> None:
             )
 
 
+def first_wrong(tokens: Sequence[Any], vocab: int) -> tuple[int, Any] | None:
+    """(place, value) of the first that is no id of a vocabulary of so many; None where all are. At least one token."""
+    # Three passes in C; a context may have tens of thousands of tokens, and the loop that serves everybody waits.
+    if set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < vocab:
+        return None
+    return next((i, t) for i, t in enumerate(tokens) if type(t) is not int or not 0 <= t < vocab)
+
+
 def device_temperature(temperature: float) -> float:
     """The temperature as a float32 that no device takes for 0 unless it is 0.
 
@@ -90,10 +99,10 @@ def _check_temperature(where: str, value: Any) -> None:
 def _check_tokens(where: str, tokens: Any, vocab: int) -> None:
     if not isinstance(tokens, (list, tuple)) or not tokens:
         raise ContractError(f"{where}: 0 context tokens, or no list of them ({_shown(tokens)}); give at least one id")
-    # Three passes in C; a context may have tens of thousands of tokens, and the loop that serves everybody waits.
-    if set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < vocab:
+    wrong = first_wrong(tokens, vocab)
+    if wrong is None:
         return
-    at, bad = next((i, t) for i, t in enumerate(tokens) if type(t) is not int or not 0 <= t < vocab)
+    at, bad = wrong
     raise ContractError(
         f"{where}: token {at} of the context is {_shown(bad)}; the model's vocabulary has {vocab} tokens, "
         f"give ids from 0 to {vocab - 1}"

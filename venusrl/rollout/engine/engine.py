@@ -24,10 +24,10 @@ from venusrl.rollout.engine.checks import check_fields, check_params, device_tem
 from venusrl.rollout.engine.kv import KvStore, Prefix
 from venusrl.rollout.engine.lanes import Lanes, fitting
 from venusrl.rollout.engine.options import EngineOptions, bucket
-from venusrl.rollout.engine.programs import TOP, Programs, RowState
+from venusrl.rollout.engine.programs import Programs, RowState
 from venusrl.rollout.engine.sequence import Queue, Sequence
 from venusrl.rollout.engine.transfer import KvShape
-from venusrl.rollout.worker import Chunk, Load, Request, Top
+from venusrl.rollout.worker import MOST_TOP, Chunk, Load, Request, Top
 
 Answer = tuple[Request, Chunk]
 
@@ -134,7 +134,11 @@ class Engine:
             )
 
     def submit(self, request: Request) -> None:
-        """Queues a request; it starts when its turn comes and a slot and pages are free."""
+        """Queues a request; it starts when its turn comes and a slot and pages are free.
+
+        Raises:
+          ContractError: see `check_request`.
+        """
         self.check_request(request)
         self._orders += 1
         left = min(request.max_tokens, self.options.max_length - len(request.tokens))
@@ -182,6 +186,7 @@ class Engine:
 
         Raises:
           ContractError: it is of another model or other options.
+          WorkerError: the device did not take it; the engine goes on.
         """
         self.kv_shape.check_prefix(prefix)
         if prefix.version != self.version:
@@ -462,7 +467,7 @@ class Engine:
         read, caches = bucket(int(position.max()), self._reads), self._kv.caches
         state = RowState(*(jnp.asarray(x) for x in (token, position, remaining, temperature, seed)))
         which = None if size == rows else jnp.asarray(where)
-        top = TOP if any(s.request.top_logprobs for s in ready) else 0
+        top = MOST_TOP if any(s.request.top_logprobs for s in ready) else 0
         caches[lane], out = self._programs.decode(steps, read, top, self._params, caches[lane], which, state)
         tokens, logprobs, counts, *ranked = (np.asarray(x) for x in out)
         return [

@@ -61,7 +61,7 @@ class JaxWorker:
             raise self.failure
 
     async def generate(self, request: Request) -> AsyncIterator[Chunk]:
-        self._engine.check_request(request)
+        check_text("trajectory", request.trajectory)  # the rest is looked at where it reaches the engine
         if request.trajectory in self._streams:
             raise ContractError(f"trajectory {request.trajectory} already has a request on {self.name}")
         request = copy.copy(request)  # what the engine answers is told apart by it, and a caller may ask the same again
@@ -116,26 +116,34 @@ class JaxWorker:
 
     async def export_kv(self, trajectory: str) -> Prefix | None:
         check_text("trajectory", trajectory)
-        return await self._call(lambda: self._engine.export(trajectory))
+        return await self._call(lambda: self._engine.export(trajectory), reads=True)
 
     async def import_kv(self, prefix: Prefix | None) -> int:
         return await self._call(lambda: self._engine.bring(prefix)) if prefix is not None else 0
 
     async def reset(self) -> None:
-        """Forgets requests, KV and version, before weights of another run."""
         for request, stream in self._streams.values():
             stream.put_nowait(WorkerError(f"request of {request.trajectory}: the worker went to another run"))
         await self._call(self._engine.reset)
         self._tell_updated()
 
-    async def _call(self, act: Callable[[], Any]) -> Any:
-        """What `act` gives or raises, between two steps."""
+    async def _call(self, act: Callable[[], Any], reads: bool = False) -> Any:
+        """What `act` gives or raises, between two steps.
+
+        What it raises on purpose, a VenusError, leaves the engine as it was, and is its caller's alone. Anything else
+        may have come in the midst of a change, and ends the worker: nobody is given tokens of KV that is half there.
+
+        Args:
+          reads: `act` changes nothing, so that its failure, of whatever kind, is its caller's alone.
+        """
         done = asyncio.get_running_loop().create_future()
 
         def run():
             try:
                 result = act()
-            except Exception as error:  # noqa: BLE001 - its caller's, not the worker's: others go on
+            except Exception as error:  # looked at, and raised again where it is the worker's
+                if not (reads or isinstance(error, VenusError)):
+                    raise  # `done` hears of it with all who wait
                 failure = error if isinstance(error, VenusError) else WorkerError(f"{self.name}: {error!r}")
                 if not done.done():
                     done.set_exception(failure)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from venusrl.core.errors import WorkerError
 from venusrl.models.config import ModelConfig
 from venusrl.rollout.engine.cache import LayerCache, new_caches, new_pool
 from venusrl.rollout.engine.host import HostTier
@@ -226,7 +227,11 @@ class KvStore:
         return Prefix(trajectory, namespace, version, tokens, self._pick(pages))
 
     def bring(self, prefix: Prefix, namespace: Hashable) -> int:
-        """Caches KV from elsewhere, in place of what is needed least; tokens that came, 0 where there is no room."""
+        """Caches KV from elsewhere, in place of what is needed least; tokens that came, 0 where there is no room.
+
+        Raises:
+          WorkerError: the device did not take it; all is as before, but for what was given up to make room.
+        """
         tree, total = self.tree, self.pages_for(len(prefix.tokens))
         node, pages, length = tree.match(namespace, prefix.tokens, len(prefix.tokens), "")
         if length == len(prefix.tokens):
@@ -237,7 +242,13 @@ class KvStore:
                 return 0
             here = len(pages)
             pages = pages + self._take(total - here)
-            self._place([*[tree.capacity] * here, *pages[here:]], prefix.blocks)
+            try:
+                self._place([*[tree.capacity] * here, *pages[here:]], prefix.blocks)
+            except Exception as error:  # of whatever kind, the pages are nobody's
+                tree.give_back(pages[here:])
+                if isinstance(error, RuntimeError) and not self._pool_is_gone():
+                    raise WorkerError(f"KV of {prefix.trajectory} was not taken: {error!r}") from error
+                raise
             tree.insert(namespace, prefix.trajectory, prefix.tokens, pages)
         finally:
             tree.unlock(node)
@@ -248,15 +259,23 @@ class KvStore:
     def _take(self, count: int) -> list[int]:
         """Pages of the tree's; what they held goes to host memory, where there is any."""
         pages = self.tree.take(count)
-        if self._leaving:
-            blocks, at = self._pick([page for _, _, gone, _ in self._leaving for page in gone]), 0
-            blocks = [LayerCache(*(np.asarray(x) for x in layer)) for layer in blocks]
-            for namespace, tokens, gone, born in self._leaving:
-                part = slice(at, at + len(gone))
-                self._host.write(namespace, tokens, [LayerCache(b.keys[part], b.values[part]) for b in blocks], born)
-                at += len(gone)
-            self._leaving.clear()
+        leaving, self._leaving = self._leaving, []
+        try:
+            self._to_host(leaving)
+        except Exception:  # of whatever kind, the pages are nobody's
+            self.tree.give_back(pages)
+            raise
         return pages
+
+    def _to_host(self, leaving: list[tuple[Hashable, list[int], list[int], int]]) -> None:
+        if not leaving:
+            return
+        blocks, at = self._pick([page for _, _, gone, _ in leaving for page in gone]), 0
+        blocks = [LayerCache(*(np.asarray(x) for x in layer)) for layer in blocks]
+        for namespace, tokens, gone, born in leaving:
+            part = slice(at, at + len(gone))
+            self._host.write(namespace, tokens, [LayerCache(b.keys[part], b.values[part]) for b in blocks], born)
+            at += len(gone)
 
     def _pick(self, pages: list[int]) -> list[LayerCache]:
         """Copies of pages; some more than asked for, at the end."""
@@ -269,6 +288,10 @@ class KvStore:
         where = np.full(len(blocks[0].keys), self.tree.capacity, np.int32)
         where[: len(pages)] = pages
         self._pool = self._programs.place(self._pool, where, blocks)
+
+    def _pool_is_gone(self) -> bool:
+        """Whether a program that failed has taken the pages with it: it writes where they were."""
+        return any(x.is_deleted() for layer in self._pool for x in layer)
 
     def fill_rows(self) -> None:
         """Rows of sequences that began get what pages have of them."""

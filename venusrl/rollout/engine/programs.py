@@ -11,7 +11,6 @@ from venusrl.rollout.engine.attention.base import RowAttention
 from venusrl.rollout.engine.cache import LayerCache, load, pick, place, store
 
 BLOCK = 64  # tokens that sampling looks at together
-TOP = 20  # of the most likely tokens, those that are told where a request asks for any
 
 
 class RowState(NamedTuple):
@@ -33,8 +32,8 @@ class RowState(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """C steps of R rows; what lies after a row's `count` means nothing. K is 0 or TOP: the most likely tokens of each
-    place, in order."""
+    """C steps of R rows; what lies after a row's `count` means nothing. K is 0 or MOST_TOP: the most likely tokens of
+    each place, in order."""
 
     tokens_CR: jax.Array
     logprobs_CR: jax.Array

@@ -13,12 +13,13 @@ import numpy as np
 from venusrl.core.errors import ContractError
 from venusrl.models.config import ModelConfig
 from venusrl.rollout.engine.cache import LayerCache
+from venusrl.rollout.engine.checks import first_wrong
 from venusrl.rollout.engine.kv import Prefix
 from venusrl.rollout.engine.options import EngineOptions
+from venusrl.rollout.worker import LONGEST_ID
 
 MAGIC = b"venus-kv1"
 HASH_BYTES = 16
-LONGEST_ID = 1024  # characters of a trajectory's or namespace's name
 _HEADER_BYTES = 16 * 2**20
 _FIELDS = {"trajectory", "namespace", "version", "tokens", "arrays"}
 
@@ -76,14 +77,22 @@ class KvShape:
                 raise ContractError(f"KV: its {name} is no name of at most {LONGEST_ID} characters")
         if type(version) is not int or not 0 <= version < 2**31:
             raise ContractError("KV: its version is no int32")
+        self.check_count(tokens)
+        wrong = first_wrong(tokens, self.vocab_size)
+        if wrong is not None:
+            raise ContractError(f"KV: token {wrong[0]} is no id of a vocabulary of {self.vocab_size}")
+
+    def check_count(self, tokens: Any) -> None:
+        """Refuses what is no list of tokens, or of too many; each is not looked at.
+
+        Raises:
+          ContractError: it says which.
+        """
         if not isinstance(tokens, list) or not tokens:
             raise ContractError("KV: its tokens are no list of token ids")
         most = min(self.max_length, self.page * self.pages)
         if len(tokens) > most:
             raise ContractError(f"KV of {len(tokens)} tokens; this engine takes {most} at most")
-        for i, token in enumerate(tokens):
-            if type(token) is not int or not 0 <= token < self.vocab_size:
-                raise ContractError(f"KV: token {i} is no id of a vocabulary of {self.vocab_size}")
 
     def check_arrays(self, tokens: int, found: list[tuple[tuple[int, ...], str]]) -> None:
         """Refuses arrays of other shapes or types than KV of so many tokens has here.
@@ -125,8 +134,9 @@ def to_bytes(prefix: Prefix) -> bytes:
 
 
 def from_bytes(data: bytes, shape: KvShape) -> Prefix:
-    """KV for an engine of `shape`. Everything is checked before an array is made: the checksum says only that the
-    message is as its sender made it.
+    """KV for an engine of `shape`. Sizes are checked before an array is made, and that every value is finite: the
+    checksum says only that the message is as its sender made it. Names, version and token ids are looked at where they
+    reach the engine, in `Engine.bring`.
 
     Raises:
       ContractError: the message is damaged, or none, or not of such an engine.
@@ -137,7 +147,7 @@ def from_bytes(data: bytes, shape: KvShape) -> Prefix:
         raise ContractError(f"KV of {len(data)} bytes is damaged; send it again, or compute it anew")
     header, at = _header(body)
     tokens = header["tokens"]
-    shape.check(header["trajectory"], header["namespace"], header["version"], tokens)
+    shape.check_count(tokens)
     shape.check_arrays(len(tokens), _declared(header["arrays"]))
     dtype, wanted = jnp.dtype(shape.dtype), shape.arrays(len(tokens))
     size = sum(math.prod(s) for s in wanted) * dtype.itemsize

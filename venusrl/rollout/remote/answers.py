@@ -1,13 +1,13 @@
-"""HTTP answers and bodies, and the errors that they stand for."""
+"""HTTP answers, and the errors that they stand for."""
 
 import json
+from typing import Any
 
 from pydantic_core import from_json
-from starlette.requests import ClientDisconnect
-from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from venusrl.core.errors import CheckpointError, ContractError, VenusError, WorkerError
+from venusrl.core.http import error_body
 from venusrl.rollout.remote.lease import Held
 
 HELD = 409
@@ -23,8 +23,8 @@ def status_of(error: VenusError) -> int:
 def error_of(status: int, text: str) -> VenusError:
     """What a client raises for an answer that is no success."""
     try:
-        text = str(from_json(text)["error"])
-    except (ValueError, KeyError, TypeError):
+        text = str(from_json(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError):  # it is not from a worker, nor from a worker's door
         text = f"HTTP {status}: {text[:200]}"
     if status == HELD:
         return Held(text)
@@ -33,22 +33,10 @@ def error_of(status: int, text: str) -> VenusError:
 
 def answer(status: int, error: object) -> Response:
     """An error, in ASCII: what it quotes may be no text."""
-    return Response(json.dumps({"error": str(error)}), status, media_type="application/json")
+    return Response(json.dumps(told(status, error)), status, media_type="application/json")
 
 
-async def read(request: HttpRequest, most: int) -> bytes:
-    """The body.
-
-    Raises:
-      ContractError: it has more than `most` bytes, of which no more are read; or it ends before its time.
-    """
-    parts, size = [], 0
-    try:
-        async for part in request.stream():
-            size += len(part)
-            if size > most:
-                raise ContractError(f"the body has more than {most} bytes; send less")
-            parts.append(part)
-    except ClientDisconnect:
-        raise ContractError(f"the caller hung up after {size} bytes of the body") from None
-    return b"".join(parts)
+def told(status: int, error: object) -> dict[str, Any]:
+    """The body of an answer that is no success. Half of a surrogate pair, which few readers take, is written out."""
+    text = str(error).encode(errors="backslashreplace").decode()
+    return error_body(text, "server_error" if status >= 500 else "invalid_request_error")

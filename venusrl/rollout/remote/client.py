@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-import dataclasses
+import json
 import logging
 import math
 from collections.abc import AsyncIterator, Callable
@@ -17,6 +17,8 @@ from venusrl.rollout.remote.presence import ATTEMPTS, GOODBYE_S, Presence, Tenur
 from venusrl.rollout.remote.wire import BEAT_S, SESSION_HEADER, Applied, ChunkAnswer, Description, Taken, parse
 from venusrl.rollout.worker import Chunk, Load, Request
 
+LONG = 2**13  # tokens of a context, above which it is written in a thread
+AT_ONCE = 1024  # trajectories of a call that has many; far below the longest body
 SILENCE_S = 6 * BEAT_S  # of a stream, after which its connection counts as broken
 
 
@@ -44,10 +46,11 @@ class RemoteWorker(Presence):
         super().__init__(address, run, key, reconnect_s, max_length, clock)
         self._write_weights = write_weights
         self._streaming: set[str] = set()
+        self._resets = 0
 
     async def start(self, patient: bool = False) -> None:
         await super().start(patient)
-        self._tasks.insert(0, asyncio.create_task(self._tell()))
+        self._tasks.insert(0, self._keep_up(self._tell()))
 
     # Requests
 
@@ -76,7 +79,7 @@ class RemoteWorker(Presence):
         for _ in range(ATTEMPTS):
             await self._unless_gone(tenure, tenure.said.join())  # its priority is known there before it is
             await self._unless_gone(tenure, tenure.ready.wait())
-            version = tenure.version
+            version, resets = tenure.version, self._resets
             items: asyncio.Queue = asyncio.Queue()
             reader = asyncio.create_task(self._read(tenure, request, items))
             tenure.gone.add_done_callback(tell := lambda _, items=items: items.put_nowait(self._gone()))
@@ -94,6 +97,8 @@ class RemoteWorker(Presence):
                         raise item
                     if item is None:
                         continue
+                    if resets != self._resets:
+                        raise WorkerError(f"request of {request.trajectory}: {self.name} was reset")
                     self._check_version(tenure, version, item)
                     version, begun = item.version, begun or bool(item.tokens)
                     yield item
@@ -118,7 +123,7 @@ class RemoteWorker(Presence):
         """Puts chunks into `items`, None for a sign of life, and at last what ended them, if it was no last chunk."""
         headers = {SESSION_HEADER: tenure.session}
         try:
-            call = self._client.stream("POST", "/generate", json=dataclasses.asdict(request), headers=headers)
+            call = self._client.stream("POST", "/generate", content=await _body(request), headers=headers)
             async with call as answer:
                 if answer.status_code != 200:
                     raise self._refused(tenure, answer.status_code, (await answer.aread()).decode(errors="replace"))
@@ -151,30 +156,45 @@ class RemoteWorker(Presence):
         await self._call("POST", "/preempt", json={"trajectory": trajectory})
 
     def prioritise(self, trajectory: str, priority: int, resident: bool) -> None:
-        self._say("/prioritise", {"trajectory": trajectory, "priority": priority, "resident": resident})
+        self._say(trajectory, {"trajectory": trajectory, "priority": priority, "resident": resident})
 
     async def release(self, trajectory: str) -> None:
         """Does not wait for the worker: it hears of it before the next request."""
-        self._say("/release", {"trajectory": trajectory})
+        self._say(trajectory, None)
 
-    def _say(self, path: str, fields: dict[str, Any]) -> None:
+    def _say(self, trajectory: str, order: dict[str, Any] | None) -> None:
         if self._tenure is not None and not self._tenure.gone.done():
-            self._tenure.said.put_nowait((path, fields))
+            self._tenure.said.put_nowait((trajectory, order))
 
     async def _tell(self) -> None:
-        """Passes on, in order, what `prioritise` and `release` have to say."""
+        """Passes on what `prioritise` and `release` have to say: all that there is, in a call each."""
         while True:
             await self._met.wait()
             tenure = self._tenure
             with contextlib.suppress(WorkerError):
                 while True:
-                    path, fields = await self._unless_gone(tenure, tenure.said.get())
+                    said = [await self._unless_gone(tenure, tenure.said.get())]
+                    while not tenure.said.empty():
+                        said.append(tenure.said.get_nowait())
+                    released, orders = last_words(said)
                     try:
-                        await self._call("POST", path, tenure, json=fields)
-                    except ContractError as error:
-                        logging.warning("worker %s: %s", self.name, error)
+                        await self._pass_on(tenure, "/release", "trajectories", released)
+                        await self._pass_on(tenure, "/prioritise", "orders", orders)
                     finally:
-                        tenure.said.task_done()
+                        for _ in said:
+                            tenure.said.task_done()
+
+    async def _pass_on(self, tenure: Tenure, path: str, field: str, items: list) -> None:
+        for begin in range(0, len(items), AT_ONCE):
+            part = items[begin : begin + AT_ONCE]
+            try:
+                await self._call("POST", path, tenure, content=_json({field: part}))
+            except ContractError as error:
+                if len(part) == 1:
+                    logging.warning("worker %s: %s", self.name, error)
+                    continue
+                for item in part:  # one that is refused keeps back no other
+                    await self._pass_on(tenure, path, field, [item])
 
     # KV and weights
 
@@ -205,6 +225,18 @@ class RemoteWorker(Presence):
         finally:
             tenure.updates -= 1
 
+    async def reset(self) -> None:
+        """For a client whose versions begin anew. Between two runs the worker's process sees to it by itself."""
+        tenure = self._present()
+        self._resets += 1
+        tenure.updates += 1  # what it says of its weights meanwhile is of before
+        try:
+            async with tenure.updating:
+                tenure.version = parse(Applied, (await self._call("POST", "/reset", tenure)).content).version
+                tenure.sent = None
+        finally:
+            tenure.updates -= 1
+
     def load(self) -> Load:
         """As of a moment ago."""
         return self._load
@@ -214,6 +246,31 @@ class RemoteWorker(Presence):
         info = parse(Description, (await self._call("GET", "/info")).content)
         self._load = Load(**info.load)
         return self._load
+
+
+def last_words(said: list[tuple[str, dict | None]]) -> tuple[list[str], list[dict]]:
+    """(trajectories to be released, then orders): what remains of what was said in this order. Trajectories know
+    nothing of one another; of one, a release takes back every order before it, and the last order those before."""
+    released: dict[str, None] = {}
+    orders: dict[str, dict] = {}
+    for trajectory, order in said:
+        orders.pop(trajectory, None)
+        if order is None:
+            released[trajectory] = None
+        else:
+            orders[trajectory] = order
+    return list(released), list(orders.values())
+
+
+async def _body(request: Request) -> bytes:
+    """In JSON; of a long one in a thread. Not by `asdict`, which copies id by id: 100 ms for 131,072."""
+    fields = dict(vars(request))
+    return await asyncio.to_thread(_json, fields) if len(request.tokens) > LONG else _json(fields)
+
+
+def _json(fields: dict[str, Any]) -> bytes:
+    """ASCII: what is no text is refused by the worker, by name."""
+    return json.dumps(fields).encode()
 
 
 def check_addresses(addresses: tuple[str, ...], reconnect_s: float) -> None:

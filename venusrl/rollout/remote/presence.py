@@ -45,7 +45,7 @@ class Tenure:
       gone: done, with the reason, when it ends.
       ready: set while requests may be sent.
       told: set while anything may be sent.
-      said: what `prioritise` and `release` have to tell, in order.
+      said: what `prioritise` and `release` have to tell, in order: (trajectory, its order, None where it has ended).
       version: of the weights that the worker has.
       sent: the version that was last sent; None where nothing was.
       updates: under way.
@@ -77,6 +77,7 @@ class Presence:
       version: of the weights that it has, as far as is known.
       welcome: awaited when it answers, to give it weights and then requests; without it, it is used as it is.
       farewell: called at once when it is lost, before its requests hear of it.
+      ended: a defect that ended the watch over it; it does not come back then, and `failure` says so.
     """
 
     def __init__(self, address: str, run: str, key: str, reconnect_s: float, max_length: int, clock: Clock | None):
@@ -86,6 +87,7 @@ class Presence:
         self.slots = self.kv_tokens = 0
         self.welcome: Callable[[Self], Awaitable[None]] | None = None
         self.farewell: Callable[[Self], None] | None = None
+        self.ended: WorkerError | None = None
         self._run = run
         self._process = os.urandom(8).hex()
         self._key = key
@@ -102,6 +104,7 @@ class Presence:
         self._probed = asyncio.Event()  # set, and replaced, after every probe
         self._met = asyncio.Event()  # there is a tenure
         self._refusals = 0  # in a row, of a worker that answers
+        self._rest_until = 0.0  # seconds of the clock, until which such a one is not asked again
         self._complaint = ""  # the last that was logged
 
     @property
@@ -138,11 +141,31 @@ class Presence:
                 if self._link.state is State.AWAY:
                     raise WorkerError(f"worker {self.name}: {self._link.reason}")
                 await self._join(self._tenure)
-            except VenusError:
+            except BaseException:  # whatever ends it, nothing stays open
                 await self.close()
                 raise
         self._wake.set()  # what answers joins at once
-        self._tasks = [asyncio.create_task(self._watch())]
+        self._tasks = [self._keep_up(self._watch())]
+
+    def _keep_up(self, work: Coroutine[Any, Any, None]) -> asyncio.Task:
+        """A task for as long as the client is open. Where it ends by a defect, the worker is lost for good: nobody is
+        left to ask for it, or to pass on what is said."""
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._gave_up)
+        return task
+
+    def _gave_up(self, task: asyncio.Task) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            return
+        why = f"its client has failed: {error!r}"
+        logging.error("worker %s is lost: %s", self.name, why, exc_info=error)
+        self.ended = WorkerError(f"worker {self.name} is lost: {why}")
+        self.ended.__cause__ = error
+        for other in (*self._tasks, *([self._joining] if self._joining else [])):
+            other.cancel()
+        self._link.lost(why)
+        self._changed()
 
     async def close(self) -> None:
         """Leaves the process as it is, and its lease to others. Within a few seconds, whatever the worker does."""
@@ -270,8 +293,12 @@ class Presence:
         elif state is State.AWAY:
             self._complain()
             self._met.clear()
-            if self.farewell is not None:
-                self.farewell(self)
+            try:
+                if self.farewell is not None:
+                    self.farewell(self)
+            except Exception:  # whatever it raises, those who wait hear that the worker is lost
+                self._back_off()
+                logging.exception("worker %s: saying that it is lost has failed", self.name)
             tenure.gone.set_result(self._link.reason)
         else:
             tenure.told.set()
@@ -282,19 +309,34 @@ class Presence:
         """Asks for ever whether it is there, and lets it join when it is."""
         while True:
             wait_s = PROBE_EVERY_S
-            if self._link.state is State.AWAY and self._refusals:
-                wait_s = min(LONGEST_BACKOFF_S, PROBE_EVERY_S * 2**self._refusals)
+            if self._rest_s > 0:
+                wait_s = self._rest_s
             elif self._link.state is State.UNREACHABLE:
                 wait_s = min(wait_s, self._link.left(self._clock.now()))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._wake.wait()
             self._wake.clear()
-            await self._probe()
+            if self._rest_s > 0:
+                continue  # it was turned away meanwhile
+            try:
+                await self._probe()
+            except Exception as error:  # noqa: BLE001 - whatever it is, the worker is not used, and asked again later
+                self._turn_away(self._tenure, error, "asking for it")
             self._probed.set()
             self._probed = asyncio.Event()
             if self._link.state is State.JOINING and (self._joining is None or self._joining.done()):
                 self._joining = asyncio.create_task(self._try_to_join(self._tenure))
+
+    @property
+    def _rest_s(self) -> float:
+        """Seconds for which a worker that was turned away is not asked again."""
+        return self._rest_until - self._clock.now() if self._link.state is State.AWAY and self._refusals else 0.0
+
+    def _back_off(self) -> None:
+        self._refusals += 1
+        rest_s = min(LONGEST_BACKOFF_S, PROBE_EVERY_S * 2 ** min(self._refusals, 10))
+        self._rest_until = self._clock.now() + rest_s
 
     async def _probe(self) -> None:
         """One question, which renews the lease too."""
@@ -359,15 +401,25 @@ class Presence:
     async def _try_to_join(self, tenure: Tenure) -> None:
         try:
             await self._join(tenure)
-        except WorkerLost:
-            pass  # said already
-        except VenusError as error:
-            self._refusals += 1
-            self._lose(tenure, str(error))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the worker is not used, and asked again later
+            if not (isinstance(error, WorkerLost) and tenure.gone.done()):  # else it is said already
+                self._turn_away(tenure, error, "giving it its weights")
         else:
             if self._complaint:
                 logging.warning("worker %s takes requests", self.name)
             self._complaint, self._refusals = "", 0
+
+    def _turn_away(self, tenure: Tenure | None, error: Exception, what: str) -> None:
+        """It is not used because of `error`; the more often that is, the later it is asked again."""
+        why = str(error) if isinstance(error, VenusError) else f"{what} failed: {error!r}"
+        if not isinstance(error, VenusError) and why != self._complaint:
+            logging.error("worker %s: %s", self.name, why, exc_info=error)
+        self._back_off()
+        if tenure is None or (tenure is self._tenure and tenure.gone.done()):
+            self._link.lost(why)
+            self._complain()
+        else:
+            self._lose(tenure, why)
 
     async def _join(self, tenure: Tenure) -> None:
         if self.max_length < self._needed_length:

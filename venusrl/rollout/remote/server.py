@@ -4,10 +4,12 @@
   where it belongs to another run. DELETE /lease: the run needs it no more.
 - POST /generate: a Request in JSON; answers with chunks, a line of JSON each. Hanging up cancels it.
 - POST /cancel: ends an answer under way, and returns when its slot is free.
-- POST /preempt, /prioritise, /release
+- POST /preempt
+- POST /prioritise, /release: of many trajectories at once.
 - GET /kv/ID: KV of a trajectory as one checksummed message; 204 where there is none.
 - PUT /kv: takes such a message.
 - PUT /weights/V: takes a safetensors file as version V.
+- POST /reset: ends requests and forgets KV and version; weights of any version come next.
 - GET /load, /info, /metrics: for everybody.
 
 What changes or uses the worker's state names its session in the header `venus-session`. While a run holds the lease,
@@ -21,14 +23,16 @@ from collections.abc import Callable
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from venusrl.core.clock import Clock, WallClock
-from venusrl.core.errors import ContractError, VenusError
+from venusrl.core.errors import ContractError, VenusError, WorkerError
+from venusrl.core.http import Gone, body_of
 from venusrl.observe.prometheus import exposition
-from venusrl.rollout.remote.answers import answer, read, status_of
+from venusrl.rollout.remote.answers import answer, status_of
 from venusrl.rollout.remote.lease import Held, Lease
 from venusrl.rollout.remote.streams import LONGEST_BODY, Generate
 from venusrl.rollout.remote.wire import (
@@ -37,6 +41,7 @@ from venusrl.rollout.remote.wire import (
     Body,
     ClaimBody,
     PrioritiseBody,
+    ReleaseBody,
     TrajectoryBody,
     parse,
 )
@@ -52,7 +57,8 @@ class Codec:
     """What the worker's kind of KV and weights is as bytes.
 
     Attributes:
-      unpack_kv, pack_kv: from and to one message. `unpack_kv` refuses with ContractError what `import_kv` cannot take.
+      unpack_kv, pack_kv: from and to one message. `unpack_kv` refuses with ContractError what is none; what of a
+        message the worker cannot take, its `import_kv` refuses.
       read_weights: from the bytes of a safetensors file to what `update_weights` takes.
       most_kv, most_weights: bytes that such a message has at most.
     """
@@ -68,7 +74,7 @@ def worker_app(worker: Worker, codec: Codec, clock: Clock | None = None, beat_s:
     """The application.
 
     Args:
-      worker: started. Where it has `reset`, that is called before the weights of another session.
+      worker: started. `reset` before the weights of another session.
       clock: of the lease.
       beat_s: seconds between signs of life of a stream in which nothing happens.
     """
@@ -96,16 +102,17 @@ class _Door:
             Route("/kv/{trajectory:path}", self._export_kv),
             Route("/kv", self._import_kv, methods=["PUT"]),
             Route("/weights/{version:int}", self._update, methods=["PUT"]),
+            Route("/reset", self._reset, methods=["POST"]),
             Route("/load", self._load),
             Route("/info", self._info),
             Route("/metrics", self._metrics),
         ]
-        return Starlette(routes=routes, exception_handlers={VenusError: _failed})
+        return Starlette(routes=routes, exception_handlers={VenusError: _failed, HTTPException: _no_such, Gone: _left})
 
     # Whose it is
 
     async def _claim(self, http: HttpRequest) -> Response:
-        body = parse(ClaimBody, await read(http, LONGEST_BODY))
+        body = parse(ClaimBody, await body_of(http, LONGEST_BODY))
         if self._worker.failure is not None:
             raise again(self._worker.failure)
         if self._lease.claim(self._clock.now(), body.run, body.process, body.session, body.start, body.first):
@@ -128,7 +135,7 @@ class _Door:
     # Requests
 
     async def _body(self, http: HttpRequest, kind: type[Body]) -> Any:
-        body = parse(kind, await read(http, LONGEST_BODY))
+        body = parse(kind, await body_of(http, LONGEST_BODY))
         self._check(http)
         return body
 
@@ -141,12 +148,13 @@ class _Door:
         return JSONResponse({})
 
     async def _prioritise(self, http: HttpRequest) -> Response:
-        body = await self._body(http, PrioritiseBody)
-        self._worker.prioritise(body.trajectory, body.priority, body.resident)
+        for order in (await self._body(http, PrioritiseBody)).orders:
+            self._worker.prioritise(order.trajectory, order.priority, order.resident)
         return JSONResponse({})
 
     async def _release(self, http: HttpRequest) -> Response:
-        await self._worker.release((await self._body(http, TrajectoryBody)).trajectory)
+        for trajectory in (await self._body(http, ReleaseBody)).trajectories:
+            await self._worker.release(trajectory)
         return JSONResponse({})
 
     # KV and weights
@@ -161,7 +169,7 @@ class _Door:
 
     async def _import_kv(self, http: HttpRequest) -> Response:
         self._check_weights(http)
-        data = await read(http, self._codec.most_kv)
+        data = await body_of(http, self._codec.most_kv)
         prefix = await asyncio.to_thread(self._codec.unpack_kv, data)
         self._check_weights(http)  # the worker may have changed hands meanwhile
         return JSONResponse({"tokens": await self._worker.import_kv(prefix)})
@@ -171,7 +179,7 @@ class _Door:
         version, session = http.path_params["version"], _session(http)
         if version >= 2**31:
             raise ContractError(f"version {version} is no int32")
-        params = await asyncio.to_thread(self._codec.read_weights, await read(http, self._codec.most_weights))
+        params = await asyncio.to_thread(self._codec.read_weights, await body_of(http, self._codec.most_weights))
         async with self._updating:
             self._check(http)  # the worker may have changed hands meanwhile
             if self._weights_of == session and version == self._worker.version:
@@ -180,10 +188,16 @@ class _Door:
             if self._weights_of != session and not first:
                 self._weights_of = None
                 await self._generate.cancel_all(Held("the worker was given weights of another caller"))
-                if hasattr(self._worker, "reset"):  # versions of two runs cannot be compared, nor their KV mixed
-                    await self._worker.reset()
+                await self._worker.reset()  # versions of two runs cannot be compared, nor their KV mixed
             await self._worker.update_weights(params, version)
             self._weights_of = session
+        return JSONResponse({"version": self._worker.version})
+
+    async def _reset(self, http: HttpRequest) -> Response:
+        async with self._updating:
+            self._check(http)
+            await self._generate.cancel_all(WorkerError("the worker was reset"))
+            await self._worker.reset()
         return JSONResponse({"version": self._worker.version})
 
     # What it says of itself
@@ -223,3 +237,14 @@ def _session(http: HttpRequest) -> str:
 
 async def _failed(http: HttpRequest, error: Exception) -> Response:
     return answer(status_of(error), error)
+
+
+async def _no_such(http: HttpRequest, error: Exception) -> Response:
+    """404, 405 and the like."""
+    assert isinstance(error, HTTPException)
+    return answer(error.status_code, error.detail)
+
+
+async def _left(http: HttpRequest, error: Exception) -> Response:
+    """Nobody is there to read it; 499 is what others log for such calls."""
+    return Response(status_code=499)

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from starlette.requests import Request as HttpRequest
 
 from venusrl.core.errors import VenusError
-from venusrl.rollout.remote.answers import answer, read, status_of
+from venusrl.core.http import Gone, body_of, hang_up
+from venusrl.rollout.remote.answers import answer, status_of, told
 from venusrl.rollout.remote.wire import BEAT_S, GenerateBody, parse
 from venusrl.rollout.worker import Request, Worker
 
@@ -72,13 +73,15 @@ class Generate:
         if http.method != "POST":
             return await answer(405, "use POST")(scope, receive, send)
         try:
-            fields = await _parsed(await read(http, LONGEST_BODY))
+            fields = await _parsed(await body_of(http, LONGEST_BODY))
             self._check(http)
+        except Gone:
+            return  # nobody is there to be answered
         except VenusError as error:
             return await answer(status_of(error), error)(scope, receive, send)
         request = Request(**dict(fields))
         stream = _Stream(asyncio.get_running_loop().create_future(), asyncio.Event(), asyncio.current_task())
-        listening = asyncio.ensure_future(_hang_up(receive, stream))
+        listening = asyncio.ensure_future(_end_with_caller(receive, stream))
         self._streams.setdefault(request.trajectory, []).append(stream)
         begun = False
 
@@ -109,7 +112,8 @@ class Generate:
         if failure is not None and not begun:
             return await answer(status_of(failure), failure)(scope, receive, send)
         if failure is not None:
-            await line({"error": str(failure), "status": status_of(failure)})
+            status = status_of(failure)
+            await line({**told(status, failure), "status": status})
         if begun:
             await send({"type": "http.response.body", "body": b""})
 
@@ -139,7 +143,6 @@ async def _until(gone: asyncio.Future, chunks, beat_s: float):
             return
 
 
-async def _hang_up(receive, stream: _Stream) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def _end_with_caller(receive, stream: _Stream) -> None:
+    await hang_up(receive)
     stream.end(None)

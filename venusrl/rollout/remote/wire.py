@@ -5,13 +5,13 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from venusrl.core.errors import ContractError
-from venusrl.rollout.worker import MOST_TOP, Chunk
+from venusrl.rollout.worker import LONGEST_ID, MOST_TOP, Chunk
 
 SESSION_HEADER = "venus-session"  # whose call it is; see lease.py
 BEAT_S = 5.0  # seconds after which a stream in which nothing happens says so, with an empty line
 
 _LONG = 2**63
-Id = Annotated[str, Field(max_length=1024)]  # pydantic takes no lone surrogates in text
+Id = Annotated[str, Field(max_length=LONGEST_ID)]  # pydantic takes no lone surrogates in text
 Int32 = Annotated[int, Field(ge=0, lt=2**31)]
 Int64 = Annotated[int, Field(ge=-_LONG, lt=_LONG)]
 
@@ -36,10 +36,18 @@ class TrajectoryBody(Body):
     trajectory: Id
 
 
-class PrioritiseBody(Body):
+class Order(Body):
     trajectory: Id
     priority: Int64
     resident: bool
+
+
+class PrioritiseBody(Body):
+    orders: list[Order]
+
+
+class ReleaseBody(Body):
+    trajectories: list[Id]
 
 
 class ClaimBody(Body):
@@ -64,6 +72,10 @@ class Answer(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
+class Failure(Answer):
+    message: str
+
+
 class ChunkAnswer(Answer):
     """A venusrl.rollout.worker.Chunk; or, with `error`, what ended the turn and the status it would have had."""
 
@@ -72,7 +84,7 @@ class ChunkAnswer(Answer):
     version: int = 0
     stop: str | None = None
     top: list[list[tuple[int, float]]] | None = None
-    error: str | None = None
+    error: Failure | None = None
     status: int = 503
 
     def chunk(self) -> Chunk:
