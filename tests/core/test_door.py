@@ -144,15 +144,37 @@ def test_an_address_that_is_not_of_this_machine_is_refused_by_name(host):
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"short", b"two words that are long enough", "schlüssel-schlüssel".encode(), b"\xff"]
+    "text, mode, says",
+    [
+        (b"", 0o600, "16 to 4096"),
+        (b"short", 0o600, "16 to 4096"),
+        (b"k" * 4097, 0o600, "16 to 4096"),
+        (b"k" * 100_000, 0o600, "16 to 4096"),
+        (b"two words that are long enough", 0o600, "white space"),
+        (b"0123456789abcdef\n0123456789abcdef", 0o600, "white space"),
+        (b"0123456789abcdef\0", 0o600, "printable"),
+        ("schlüssel-schlüssel".encode(), 0o600, "ASCII"),
+        (b"\xff" * 20, 0o600, "ASCII"),
+        (KEY.encode(), 0o644, "chmod 600"),
+        (KEY.encode(), 0o620, "chmod 600"),
+        (KEY.encode(), 0o604, "chmod 600"),
+        (None, 0, "No such file"),
+    ],
+    ids=lambda value: repr(value)[:40],
 )
-def test_a_file_that_has_no_key_is_refused(tmp_path, text):
-    (tmp_path / "key").write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ConfigError, match="key_file"):
-        read_key(str(tmp_path / "key"))
-    with pytest.raises(ConfigError, match="key_file"):
-        read_key(str(tmp_path / "missing"))
+@pytest.mark.parametrize("field", ["--key_file", "rollout.key_file"])
+def test_a_file_that_has_no_key_or_that_others_read_is_refused(tmp_path, field, text, mode, says):
+    path = tmp_path / "key"
+    if text is not None:
+        path.write_bytes(text)
+        path.chmod(mode)
+    with pytest.raises(ConfigError, match=f"^{re.escape(field)}='{path}': .*{says}"):
+        read_key(str(path), field)
+
+
+def test_a_file_that_has_a_key_is_read(tmp_path):
     (tmp_path / "key").write_text(f"{KEY}\n")
+    (tmp_path / "key").chmod(0o400)
     assert read_key(str(tmp_path / "key")) == KEY
 
 
@@ -180,7 +202,7 @@ async def slowly(port: int, begin: bytes, drop: bytes, every_s: float) -> bytes:
 
     dripping = asyncio.create_task(drip())
     try:
-        return await asyncio.wait_for(reader.read(), 20)
+        return await asyncio.wait_for(reader.read(), 10)
     except ConnectionError:
         return b""
     finally:

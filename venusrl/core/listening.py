@@ -186,6 +186,11 @@ class _Protocol(H11Protocol):
         super().data_received(data)
         self._watch()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.trailing_data[0]:  # a part of the next head came before this answer ended
+            self._watch()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch()
         self._outgoing.stop()
