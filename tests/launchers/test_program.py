@@ -12,7 +12,7 @@ import pytest
 from launchers.program import one_line
 from venusrl.core.errors import ConfigError, WorkerError
 
-from . import forked, programs
+from . import programs
 
 
 class JaxRuntimeError(RuntimeError):
@@ -113,7 +113,7 @@ def test_a_number_that_is_none_is_refused_for_every_flag(value):
     assert code == 1 and said.startswith("FlagError: --rate=") and said.count("\n") == 1
 
 
-def test_ports_and_hosts_that_cannot_be_listened_on_are_one_line(tmp_path):
+def test_ports_and_hosts_that_cannot_be_listened_on_are_one_line(tmp_path, forked):
     """Of the daemon of sandboxes; serve and worker listen through the same function."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
