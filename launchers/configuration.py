@@ -53,7 +53,9 @@ def not_parsed(error: Exception) -> str:
     if isinstance(error, OSError):  # a file that cannot be loaded, and overrides of its fields
         return _not_loaded(error)
     if isinstance(error, flags.Error) or not _in_file(error):
-        return f"{lines[-1] if 'Traceback' in str(error) else ' '.join(lines)}"
+        if "Traceback" not in str(error):
+            return " ".join(lines)
+        return f"{lines[0].removesuffix(': Error whilst parsing config file:')[:200]}: {lines[-1]}"  # with the flag
     return f"--config: {_in_file(error)}: {type(error).__name__}: {lines[-1]}"
 
 

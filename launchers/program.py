@@ -9,8 +9,10 @@ import logging as std_logging
 import math
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import TracebackType
 
 from absl import app, flags, logging
@@ -19,6 +21,9 @@ from launchers.configuration import not_parsed, silent
 from venusrl.core.errors import VenusError
 
 INTERRUPTED = 130  # exit code, as shells have it for SIGINT
+_SAVE_FAILURES = (OSError, ValueError, RuntimeError)  # those that the checkpointer raises as CheckpointError
+_LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
+_OURS = tuple(str(Path(__file__).parents[1] / name) + os.sep for name in ("venusrl", "launchers", "envs", "configs"))
 _NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
 
 
@@ -65,7 +70,8 @@ def _main(main: Callable[[list[str]], None], argv: list[str]) -> None:
 def quiet_libraries() -> None:
     """Leaves out what orbax and TensorStore print of failures in their own threads, pages for each.
 
-    All of it is raised as well, as CheckpointError, where the save is waited for. With --verbosity=1 it is shown.
+    All of it is raised as well, as CheckpointError, where the save is waited for. With --verbosity=1 it is shown. It is
+    left out by what it is, not while a save is under way: those threads, and futures that are collected, speak later.
     """
     for name in ("absl", "asyncio"):
         std_logging.getLogger(name).addFilter(_not_of_checkpoints)
@@ -75,11 +81,18 @@ def quiet_libraries() -> None:
 def _not_of_checkpoints(record: std_logging.LogRecord) -> bool:
     if record.exc_info is None or record.exc_info[1] is None or std_logging.getLogger().isEnabledFor(std_logging.DEBUG):
         return True
-    places = [record.pathname, *(frame.filename for frame in traceback.extract_tb(record.exc_info[2]))]
-    beside = "Future exception was never retrieved" in record.getMessage() and (
-        len(places) == 1 or "RESOURCE_EXHAUSTED" in str(record.exc_info[1])
-    )
-    return not beside and not any(f"{os.sep}orbax{os.sep}" in place for place in places)
+    error, trace = record.exc_info[1:]
+    places = [frame.filename for frame in traceback.extract_tb(trace)]
+    if not isinstance(error, _SAVE_FAILURES) or not all(_of_a_library(place) for place in places):
+        return True  # a bug, or a failure of ours
+    unheard = "Future exception was never retrieved" in record.getMessage()
+    beside = unheard and (not places or "RESOURCE_EXHAUSTED" in str(error))
+    return not beside and not any(f"{os.sep}orbax{os.sep}" in place for place in (record.pathname, *places))
+
+
+def _of_a_library(place: str) -> bool:
+    """Whether a file is neither of this project nor a user's own: installed, or of the interpreter."""
+    return place.startswith(("<frozen ", *_LIBRARIES)) and not place.startswith(_OURS)
 
 
 def _excepthook(before: Callable, kind: type, error: BaseException, trace: TracebackType | None) -> None:
@@ -126,13 +139,14 @@ def one_line(error: BaseException) -> str | None:
         lines = [one_line(part) for part in error.exceptions]
         return lines[0] if all(lines) else None
     said = " ".join(str(error).split())
+    if isinstance(error, TimeoutError) and error.errno is None:
+        return None  # of asyncio: time that ran out, and that nobody expected to
     if isinstance(error, (VenusError, OSError)):
         return f"{type(error).__name__}: {said or 'no reason was given'}"
     if isinstance(error, MemoryError):
         return f"MemoryError: {said or 'not enough memory'}; use smaller sizes"
-    if any(kind.__name__ in ("JaxRuntimeError", "XlaRuntimeError") for kind in type(error).__mro__) and any(
-        word in said for word in _NO_MEMORY
-    ):
+    of_jax = getattr(sys.modules.get("jax.errors"), "JaxRuntimeError", None)  # imported where it was raised
+    if of_jax is not None and isinstance(error, of_jax) and any(word in said for word in _NO_MEMORY):
         return (
             f"MemoryError: the device has not enough memory ({said[:200]}); lower rollout.slots, rollout.kv_tokens or "
             "learner.rows_per_part"

@@ -16,13 +16,12 @@ has gone ends when its lease does.
 import asyncio
 import json
 import logging as std_logging
-import os
 import sys
 
 from absl import flags, logging
 
 from launchers import program
-from venusrl.core.errors import ConfigError
+from venusrl.core.door import read_key
 from venusrl.core.listening import answer, listen, listen_at
 from venusrl.sandbox import SandboxPool
 from venusrl.sandbox.check import backends
@@ -46,22 +45,6 @@ _PEERS = flags.DEFINE_list(
 )
 _LOWERS = flags.DEFINE_list("lowers", [], "Directories below which templates' lower directories may be.")
 _CHECK = flags.DEFINE_bool("check", False, "Says what works here, and ends.")
-
-
-def read_key(path: str) -> str:
-    """What nodes that trust one another have in common. ConfigError for a file that others can read, or is short."""
-    try:
-        with open(path) as f:
-            key, mode = f.read().strip(), os.fstat(f.fileno()).st_mode
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--key_file={path}: {error}") from None
-    if mode & 0o077:
-        raise ConfigError(f"--key_file={path}: others can read it; chmod 600 it")
-    if not 16 <= len(key) <= 4096 or not key.isascii() or not key.isprintable():
-        raise ConfigError(
-            f"--key_file={path}: give 16 to 4096 printable ASCII characters, such as of openssl rand -hex 32"
-        )
-    return key
 
 
 async def serve() -> None:

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from . import programs
+from .forked import Forked
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +19,14 @@ def checkpoint(tmp_path_factory):
     program = [sys.executable, "-m", "launchers.warmstart", "--config=configs/warmstart.py:smoke"]
     subprocess.run([*program, f"--config.out={folder}"], cwd=programs.ROOT, check=True, capture_output=True)
     return folder
+
+
+@pytest.fixture(scope="session")
+def forked():
+    """Runs programs in milliseconds each; see Forked."""
+    server = Forked()
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,10 @@
 """Programs of launchers/ as processes that are forked with everything imported: some milliseconds each.
 
-Run by itself it reads cases from its input, a line of JSON each ({"module", "arguments"}), and answers each with
-{"code", "output"}. Where a program has checked everything and its work begins, it says ACCEPTED, and its configuration
-where it has one, and ends.
+Run by itself it reads calls from its input, a line of JSON each ({"cases": [[module, arguments], ...], "processes"}),
+and answers each with [[code, output], ...]. Where a program has checked everything and its work begins, it says
+ACCEPTED, and its configuration where it has one, and ends.
 """
 
-import contextlib
 import gc
 import importlib
 import json
@@ -24,28 +23,28 @@ ACCEPTED = "ACCEPTED"
 SECONDS = 30  # for one case
 
 
-def run_all(cases: Iterable[tuple[str, list[str]]], processes: int = 2) -> list[tuple[int, str]]:
-    """(exit code, output) of each (module, arguments), in order."""
-    cases = list(cases)
-    command = [sys.executable, "-m", "tests.launchers.forked"]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
-    parts = [cases[i::processes] for i in range(processes)]
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))  # for what a program leaves where it runs
+class Forked:
+    """Imports once, for all who ask it. To be closed."""
+
+    def __init__(self):
+        self._folder = tempfile.TemporaryDirectory()  # for what a program leaves where it runs
         for name in ("configs", "envs"):
-            (folder / name).symlink_to(ROOT / name)
-        servers = []
-        for part in parts:
-            given, answers = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
-            given.write("".join(json.dumps(case) + "\n" for case in part))
-            given.seek(0)
-            server = subprocess.Popen(command, cwd=folder, env=environment, stdin=given, stdout=answers)
-            servers.append((server, answers))
-        assert [server.wait() for server, _ in servers] == [0] * processes
-        for _, answers in servers:
-            answers.seek(0)
-        found = [[json.loads(line) for line in answers] for _, answers in servers]
-    return [tuple(found[i % processes][i // processes]) for i in range(len(cases))]
+            (Path(self._folder.name) / name).symlink_to(ROOT / name)
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.launchers.forked"],
+            cwd=self._folder.name, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+
+    def run_all(self, cases: Iterable[tuple[str, list[str]]], processes: int = 2) -> list[tuple[int, str]]:
+        """(exit code, output) of each (module, arguments), in order."""
+        self._server.stdin.write(json.dumps({"cases": list(cases), "processes": processes}) + "\n")
+        self._server.stdin.flush()
+        return [tuple(answer) for answer in json.loads(self._server.stdout.readline())]
+
+    def close(self) -> None:
+        self._server.communicate(timeout=SECONDS)
+        self._folder.cleanup()
 
 
 def main() -> None:
@@ -55,9 +54,36 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # so that a child does not copy pages by looking at them
     for line in sys.stdin:
-        module, arguments = json.loads(line)
-        answers.write(json.dumps(_forked(module, arguments)) + "\n")
+        call = json.loads(line)
+        cases, processes = call["cases"], call["processes"]
+        parts = [_beside(cases[i::processes]) for i in range(processes)]
+        found = [_awaited(*part) for part in parts]
+        answers.write(json.dumps([found[i % processes][i // processes] for i in range(len(cases))]) + "\n")
         answers.flush()
+
+
+def _beside(cases: list) -> tuple[int, int]:
+    """(process, file) of one that runs the cases in turn, and leaves what came of them in the file."""
+    answers = os.memfd_create("answers")
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            with os.fdopen(answers, "w") as file:
+                json.dump([_forked(*case) for case in cases], file)
+            code = 0
+        finally:
+            os._exit(code)
+    return pid, answers
+
+
+def _awaited(pid: int, answers: int) -> list:
+    _, status = os.waitpid(pid, 0)
+    if status:
+        raise RuntimeError(f"the process of a part of the cases ended with {os.waitstatus_to_exitcode(status)}")
+    with os.fdopen(answers) as file:
+        file.seek(0)
+        return json.load(file)
 
 
 def _import_everything() -> None:
@@ -75,6 +101,7 @@ def _forked(module: str, arguments: list[str]) -> tuple[int, str]:
     output = os.memfd_create("output")
     pid = os.fork()
     if pid == 0:
+        gc.disable()  # it lives for milliseconds
         signal.alarm(SECONDS)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(output, 1)
@@ -113,7 +140,7 @@ def _stop_where_work_begins(module: str) -> None:
     import venusrl.sandbox
     import venusrl.sim.bounds
     import venusrl.sim.simulation
-    from launchers import system
+    from launchers import finished, system
     from venusrl.models.tokenizer import Tokenizer
 
     def begins(*args, **kwargs):
@@ -122,10 +149,11 @@ def _stop_where_work_begins(module: str) -> None:
         os._exit(0)
 
     system.load_model = begins
+    finished.newest = lambda *args: begins()
     if module.startswith(("launchers.bench", "launchers.check")) and module != "launchers.bench.sandbox":
         from launchers.bench import common  # which defines flags
 
-        common.grpo_learner = common.describe = begins
+        common.grpo_learner = common.matmul_flops = common.describe = begins
     Tokenizer.train = begins
     venusrl.core.listening.answer = begins
     venusrl.rollout.engine.engine.Engine.__init__ = begins

@@ -1,23 +1,27 @@
 """How programs end: one line for what a user can mend, a traceback for a bug."""
 
 import errno
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
+import sysconfig
+from collections.abc import Callable
 
+import jax.errors
 import pytest
 
+from launchers import program
 from launchers.program import one_line
 from venusrl.core.errors import ConfigError, WorkerError
 
-from . import forked, programs
+from . import programs
 
 
 class JaxRuntimeError(RuntimeError):
-    """Called as JAX calls its own."""
+    """Called as JAX calls its own, and none of them."""
 
 
 @pytest.mark.parametrize(
@@ -30,6 +34,7 @@ class JaxRuntimeError(RuntimeError):
             PermissionError(errno.EACCES, "Permission denied", "/a"),
             "PermissionError: [Errno 13] Permission denied: '/a'",
         ),
+        (TimeoutError(errno.ETIMEDOUT, "timed out"), "TimeoutError: [Errno 110] timed out"),
         (MemoryError(), "MemoryError: not enough memory; use smaller sizes"),
         (BaseExceptionGroup("g", [WorkerError("a"), WorkerError("b")]), "WorkerError: a"),
     ],
@@ -39,7 +44,7 @@ def test_what_a_user_can_mend_is_one_line(error, line):
 
 
 def test_no_memory_on_a_device_names_the_fields_to_lower():
-    line = one_line(JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating\n 99 bytes"))
+    line = one_line(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating\n 99 bytes"))
     assert line.startswith("MemoryError: ") and "rollout.slots" in line and "\n" not in line
 
 
@@ -48,12 +53,73 @@ def test_no_memory_on_a_device_names_the_fields_to_lower():
     [
         ValueError("x"),
         KeyError("x"),
-        JaxRuntimeError("INTERNAL: x"),
+        jax.errors.JaxRuntimeError("INTERNAL: x"),
+        JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"),
+        TimeoutError(),
+        TimeoutError("the answer did not come"),
         ExceptionGroup("g", [ConfigError("a"), ValueError("b")]),
     ],
 )
 def test_a_bug_keeps_its_traceback(error):
     assert one_line(error) is None
+
+
+ORBAX = f"{sysconfig.get_path('purelib')}/orbax/checkpoint/x.py"
+ASYNCIO = f"{sysconfig.get_path('stdlib')}/asyncio/x.py"
+OURS = f"{programs.ROOT}/venusrl/learner/x.py"
+
+
+def within(place: str, inner: Callable) -> Callable:
+    """A function of another file that calls `inner`."""
+
+    def outer():
+        inner()
+
+    outer.__code__ = outer.__code__.replace(co_filename=place)
+    return outer
+
+
+def logged(error: Exception, places: list[str], said: str) -> logging.LogRecord:
+    """What asyncio or absl logs of an error that passed files, the outermost first."""
+
+    def fail():
+        raise error
+
+    inner = fail
+    for place in reversed(places):
+        inner = within(place, inner)
+    try:
+        inner()
+    except Exception as caught:  # noqa: BLE001 - looked at below
+        trace = caught.__traceback__.tb_next
+        last = trace
+        while last.tb_next is not None and last.tb_next.tb_next is not None:
+            last = last.tb_next
+        last.tb_next = None  # without `fail`
+    return logging.LogRecord("asyncio", logging.ERROR, ASYNCIO, 1, said, (), (type(error), error, trace))
+
+
+@pytest.mark.parametrize("said", ["Future exception was never retrieved", "Task exception was never retrieved"])
+def test_what_the_checkpoint_library_says_beside_what_it_raises_is_left_out(said):
+    for error in (OSError(errno.ENOSPC, "x"), ValueError("RESOURCE_EXHAUSTED: x"), RuntimeError("x")):
+        assert not program._not_of_checkpoints(logged(error, [ASYNCIO, ORBAX], said))
+
+
+@pytest.mark.parametrize("said", ["Future exception was never retrieved", "Task exception was never retrieved"])
+@pytest.mark.parametrize(
+    ("error", "places"),
+    [
+        (ValueError("a bug"), [OURS, ORBAX]),  # ours calls it wrongly
+        (OSError("a bug"), [ASYNCIO, OURS, ORBAX]),
+        (ValueError("a bug"), [ORBAX, OURS]),  # it calls ours
+        (ValueError("a bug"), ["/home/me/env.py", ORBAX]),
+        (KeyError("a bug"), [ASYNCIO, ORBAX]),
+        (TypeError("a bug"), [ORBAX]),
+        (RuntimeError("RESOURCE_EXHAUSTED: x"), [OURS]),
+    ],
+)
+def test_a_bug_is_logged_also_where_it_passes_the_checkpoint_library(said, error, places):
+    assert program._not_of_checkpoints(logged(error, places, said))
 
 
 PROGRAM = """
@@ -81,13 +147,17 @@ def test_a_bug_ends_with_a_traceback_and_an_error_of_the_system_does_not():
     assert code == 1 and said.rstrip().endswith("KeyError: 'x'") and "Traceback" in said
 
 
+def hears_ctrl_c() -> None:
+    """In the child: where the suite runs in the background SIGINT is ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_is_one_word_and_130():
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM.format(body="time.sleep(60)")], cwd=programs.ROOT, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=hears_ctrl_c,
     )  # fmt: skip
     assert process.stdout.readline() == "begun\n"
-    time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=30)
     assert (process.returncode, said) == (130, "interrupted\n")
@@ -110,7 +180,7 @@ def test_a_number_that_is_none_is_refused_for_every_flag(value):
     assert code == 1 and said.startswith("FlagError: --rate=") and said.count("\n") == 1
 
 
-def test_ports_and_hosts_that_cannot_be_listened_on_are_one_line(tmp_path):
+def test_ports_and_hosts_that_cannot_be_listened_on_are_one_line(tmp_path, forked):
     """Of the daemon of sandboxes; serve and worker listen through the same function."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -12,8 +12,6 @@ from launchers import releases
 from launchers.configuration import check_config, check_same_run, load_config, save_config
 from venusrl.core.errors import ConfigError
 
-from . import forked
-
 OLDER = Path(__file__).parent / "older"
 RELEASES = ["early", "middle", "late"]
 LACKS = {  # a field that each release did not have yet
@@ -81,7 +79,7 @@ def test_every_removed_field_is_none_of_todays_and_what_replaced_it_is():
         assert own in today[group]
 
 
-def test_an_override_of_a_removed_field_names_what_replaced_it():
+def test_an_override_of_a_removed_field_names_what_replaced_it(forked):
     [(code, output)] = forked.run_all([("launchers.train", ["--config.rollout.keep_kv=True"])], processes=1)
     assert code == 1 and "config.rollout.on_update replaced it" in output and output.count("\n") == 1
 

@@ -290,21 +290,6 @@ async def test_a_stranger_brings_nothing(nodes, daemon_address):
         assert (await mine.exec("echo on")).text == (await sandbox.exec("echo on")).text == "on\n"
 
 
-@pytest.mark.parametrize(
-    "text, mode, says",
-    [("short", 0o600, "16"), ("k" * 32, 0o644, "chmod"), ("ä" * 40, 0o600, "printable"), (None, 0, "No such file")],
-)
-def test_a_key_is_nobody_elses(tmp_path, text, mode, says):
-    from launchers.sandboxd import read_key
-
-    path = tmp_path / "key"
-    if text is not None:
-        path.write_text(text)
-        path.chmod(mode)
-    with pytest.raises(ConfigError, match=says):
-        read_key(str(path))
-
-
 async def test_moves_saves_and_forks_at_once(nodes):
     """Each finds it where it is then, or says that it has gone."""
     a, b = nodes

@@ -5,7 +5,7 @@
 - A bearer key, compared in constant time; needed wherever others than this machine's users can connect.
 - Bodies come within `BODY_S` seconds, more where they are long; answers are taken within `SEND_S` a part.
 
-The time for a request's head is kept by listening.Server.
+The time for a request's head is kept by listening.Server, and that for answers which wait in buffers.
 """
 
 import asyncio
@@ -13,9 +13,9 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
@@ -26,7 +26,7 @@ from venusrl.core.errors import ConfigError
 BODY_S = 30.0  # seconds for a body, and one more for every SLOWEST bytes of it
 SLOWEST = 16 * 1024  # bytes a second
 SEND_S = 60.0  # seconds that a caller may take to read a part of an answer
-SHORTEST_KEY = 16  # characters
+SHORTEST_KEY, LONGEST_KEY = 16, 4096  # characters
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?")
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -50,22 +50,27 @@ def check_exposure(host: str, key: str | None) -> None:
 
 
 def read_key(path: str, field: str = "--key_file") -> str:
-    """The key in a file.
+    """The key in a file that its owner alone can read.
 
     Args:
       field: that names the file.
 
     Raises:
-      ConfigError: it cannot be read, or is too short to be one.
+      ConfigError: it cannot be read, others can read it, or what it holds is no key.
     """
     try:
-        key = Path(path).read_text().strip()
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"{field}={path!r}: {error}; give a file with the key in it") from error
-    if len(key) < SHORTEST_KEY or not key.isascii() or any(c.isspace() for c in key):
+        with open(path, encoding="ascii") as file:
+            mode, key = os.fstat(file.fileno()).st_mode, file.read(2 * LONGEST_KEY).strip()
+    except OSError as error:
+        raise ConfigError(f"{field}={path!r}: {error.strerror or error}; give a file with the key in it") from error
+    except ValueError:  # not ASCII, or no path
+        key, mode = "", 0
+    if mode & 0o077:
+        raise ConfigError(f"{field}={path!r}: others can read it; chmod 600 it")
+    if not SHORTEST_KEY <= len(key) <= LONGEST_KEY or not key.isprintable() or " " in key:
         raise ConfigError(
-            f"{field}={path!r}: a key has at least {SHORTEST_KEY} characters, in ASCII, without white space; "
-            "make one with `openssl rand -hex 32`"
+            f"{field}={path!r}: a key has {SHORTEST_KEY} to {LONGEST_KEY} printable characters, in ASCII, without "
+            "white space; make one with `openssl rand -hex 32`"
         )
     return key
 
