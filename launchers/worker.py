@@ -4,7 +4,7 @@
     python -m launchers.train --config=configs/quickstart.py --config.rollout.addresses="('http://127.0.0.1:9001',)"
 
 It begins with the weights of the configuration's checkpoint, as version 0, and takes new ones from whoever trains. The
-port is printed when it answers. It ends at SIGTERM or SIGINT, and with exit code 1 where its engine fails. It
+port is printed when it answers. It ends at SIGTERM, SIGINT or SIGHUP, and with exit code 1 where its engine fails. It
 belongs to one run at a time; see docs/workers.md.
 """
 
@@ -68,4 +68,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    program.run(main)
+    program.run(main, lasting=True)
