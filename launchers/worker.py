@@ -13,7 +13,7 @@ import asyncio
 import jax
 
 from launchers import program, system
-from launchers.address import define_address
+from launchers.address import Address, define_address
 from launchers.configuration import check_config, define_config
 from venusrl.core.listening import answer
 from venusrl.learner.publish import publish
@@ -39,13 +39,18 @@ def codec(engine: Engine, shape: ModelConfig) -> Codec:
     return Codec(lambda data: from_bytes(data, kv), to_bytes, weights, kv.most_bytes, most)
 
 
-async def serve(config) -> None:
-    """Until it is told to stop."""
-    door = _ADDRESS.door()
+async def serve(config, where: Address) -> None:
+    """Until it is told to stop.
+
+    Raises:
+      WorkerError: its engine has failed.
+      ConfigError: it cannot listen there.
+    """
+    door = where.door()
     model = system.load_model(config)
     shape = model.config
     engine = Engine(shape, publish(model.params, shape.dtype), 0, model.chat.stop_tokens, system.engine_options(config))
-    listener, address = _ADDRESS.listen()
+    listener, address = where.listen()
     worker = JaxWorker(address, engine)
     await worker.start()
 
@@ -64,7 +69,7 @@ def main(argv) -> None:
     check_config(_CONFIG.value)
     system.check(_CONFIG.value)
     system.use_compile_cache()
-    asyncio.run(serve(_CONFIG.value))
+    asyncio.run(serve(_CONFIG.value, _ADDRESS))
 
 
 if __name__ == "__main__":

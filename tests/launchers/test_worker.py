@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import httpx
@@ -15,7 +16,9 @@ import pytest
 
 from configs import quickstart
 from launchers import system, worker
+from launchers.address import Address
 from launchers.run_id import run_id
+from venusrl.core.calls import client
 from venusrl.core.errors import ConfigError, WorkerError
 from venusrl.observe.run_log import read_jsonl
 
@@ -253,26 +256,31 @@ def test_a_run_that_was_killed_has_its_worker_at_once_when_it_is_started_again(p
     assert "belongs to run" not in processes.said("run")
 
 
+def anywhere() -> Address:
+    """A free port of this machine, without a key, as the flags say by default."""
+    values = {"host": "127.0.0.1", "port": 0, "key_file": "", "origins": []}
+    return Address(**{name: types.SimpleNamespace(value=value) for name, value in values.items()})
+
+
 async def test_a_worker_whose_engine_fails_ends_with_its_reason(checkpoint, monkeypatch):
     """So that whatever watches over it starts another; it went on and answered every call with the error."""
     config = quickstart.get_config("smoke")
     config.model.checkpoint = str(checkpoint)
-    said: list[str] = []
-    monkeypatch.setattr(worker, "print", lambda text, flush: said.append(text), raising=False)
-    serving = asyncio.create_task(worker.serve(config, "127.0.0.1", 0))
-    while not said:
-        await asyncio.sleep(0.05)
-        assert not serving.done(), serving.result()
+    address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    monkeypatch.setattr(worker, "print", lambda text, flush: address.set_result(text.split()[-1]), raising=False)
+    serving = asyncio.create_task(worker.serve(config, anywhere()))
+    await asyncio.wait({serving, address}, return_when=asyncio.FIRST_COMPLETED)
+    assert not serving.done(), serving.result()
 
     def crash(engine):
         raise RuntimeError("device lost")
 
     monkeypatch.setattr("venusrl.rollout.engine.engine.Engine.step", crash)
-    async with httpx.AsyncClient(base_url=said[0].split()[-1]) as http:
+    async with client(await address) as http:
         with contextlib.suppress(httpx.HTTPError):
             await http.post("/generate", json={"trajectory": "t", "tokens": [5, 6], "max_tokens": 4})
     with pytest.raises(WorkerError, match="device lost"):
-        await asyncio.wait_for(serving, 20)
+        await asyncio.wait_for(serving, 60)
 
 
 @pytest.mark.parametrize("program", ["launchers.worker", "launchers.serve"])
