@@ -19,6 +19,7 @@ from absl import app, flags, logging
 
 from launchers.configuration import not_parsed, silent
 from venusrl.core.errors import VenusError
+from venusrl.core.output import Spare, open_closed, settle
 
 INTERRUPTED = 130  # exit code, as shells have it for SIGINT
 _SAVE_FAILURES = (OSError, ValueError, RuntimeError)  # those that the checkpointer raises as CheckpointError
@@ -27,16 +28,20 @@ _OURS = tuple(str(Path(__file__).parents[1] / name) + os.sep for name in ("venus
 _NO_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory")
 
 
-def run(main: Callable[[list[str]], None], arguments: bool = False, verbosity: int = logging.WARNING) -> None:
+def run(
+    main: Callable[[list[str]], None], arguments: bool = False, verbosity: int = logging.WARNING, lasting: bool = False
+) -> None:
     """Runs `main` as an absl program.
 
     Args:
       main: called with the program's name and the arguments that are no flags.
       arguments: there may be such arguments.
       verbosity: of the log, unless a flag says otherwise.
+      lasting: its work is not its output: it goes on where nobody reads that any more, or where it cannot be written.
     """
+    open_closed()
     parse = functools.partial(parse_flags, arguments=arguments, verbosity=verbosity)
-    app.run(functools.partial(_main, main), flags_parser=parse)
+    app.run(functools.partial(_main, main, lasting=lasting), flags_parser=parse)
 
 
 def parse_flags(argv: list[str], arguments: bool = False, verbosity: int = logging.WARNING) -> list[str]:
@@ -61,9 +66,11 @@ def parse_flags(argv: list[str], arguments: bool = False, verbosity: int = loggi
     return rest
 
 
-def _main(main: Callable[[list[str]], None], argv: list[str]) -> None:
+def _main(main: Callable[[list[str]], None], argv: list[str], lasting: bool = False) -> None:
     quiet_libraries()
-    with ending():
+    if lasting:
+        sys.stdout, sys.stderr = Spare(sys.stdout), Spare(sys.stderr)
+    with ending(lasting):
         main(argv)
 
 
@@ -105,16 +112,16 @@ def _excepthook(before: Callable, kind: type, error: BaseException, trace: Trace
 
 
 @contextlib.contextmanager
-def ending() -> Iterator[None]:
-    """Ends the program with one line for a failure that is not a bug."""
+def ending(lasting: bool = False) -> Iterator[None]:
+    """Ends the program with one line for a failure that is not a bug. `lasting`: see `run`."""
     try:
         yield
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        Spare(sys.stderr).write("interrupted\n")
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:  # whoever read the output has gone
-        sys.exit(1)
     except Exception as error:  # looked at, and raised again where it is a bug
+        if isinstance(error, BrokenPipeError) and not lasting:  # whoever read the output has gone
+            sys.exit(1)
         line = one_line(error)
         if line is None:
             raise
@@ -124,13 +131,12 @@ def ending() -> Iterator[None]:
 
 
 def _flush() -> None:
-    """Writes what is left of the output, or gives it up; the interpreter would try again, and print a traceback."""
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):
-            print(f"the output is not complete: {error.strerror}", file=sys.stderr)
+    """Writes what is left of the output, or gives it up."""
+    for stream in (sys.stdout, sys.__stdout__):
+        error = settle(stream)
+        if error is not None and not isinstance(error, BrokenPipeError):
+            Spare(sys.stderr).write(f"the output is not complete: {error.strerror}\n")
+    settle(sys.__stderr__)
 
 
 def one_line(error: BaseException) -> str | None:

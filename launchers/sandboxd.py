@@ -9,7 +9,7 @@ In Python, with Node from venusrl.sandbox.daemon.client:
     async with Node("http://127.0.0.1:7700") as node: sandbox = await node.create(Template("mine"))
 
 Nobody is asked who they are: whoever can connect can make sandboxes, and read what is below --lowers. The address is
-printed when it answers; it ends, and its sandboxes with it, at SIGTERM or SIGINT. A sandbox whose client
+printed when it answers; it ends, and its sandboxes with it, at SIGTERM, SIGINT or SIGHUP. A sandbox whose client
 has gone ends when its lease does.
 """
 
@@ -78,4 +78,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    program.run(main)
+    program.run(main, lasting=True)

@@ -64,4 +64,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    program.run(main)
+    program.run(main, lasting=True)

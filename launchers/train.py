@@ -3,7 +3,8 @@
     python -m launchers.train --config=configs/quickstart.py
     python -m launchers.train --config=configs/quickstart.py --config.learner.learning_rate=1e-4 --workdir=runs/slow
 
-The same command goes on where the run in --workdir stopped, however it stopped. Ctrl-C saves and leaves.
+The same command goes on where the run in --workdir stopped, however it stopped. Ctrl-C saves and leaves;
+so do SIGTERM and a terminal that is closed (SIGHUP; under nohup the run goes on).
 """
 
 import asyncio
@@ -29,4 +30,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    program.run(main)
+    program.run(main, lasting=True)

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import fcntl
 import logging
-import signal
 import statistics
 import time
 from collections.abc import Coroutine
@@ -20,6 +19,7 @@ from launchers.configuration import check_same_run, check_workdir, save_config
 from launchers.run_id import run_id
 from venusrl.core.errors import CheckpointError, ConfigError, ContractError, VenusError
 from venusrl.core.group import Batch, Group
+from venusrl.core.signals import on_stop
 from venusrl.core.trajectory import Status, Trajectory
 from venusrl.learner.checkpoint import Checkpointer
 from venusrl.learner.publish import publish
@@ -119,11 +119,9 @@ class TrainingRun:
         return self.coordinator.version
 
     async def run(self) -> None:
-        """Trains to the end, or until SIGINT or SIGTERM; saves either way."""
+        """Trains to the end, or until SIGINT, SIGTERM or SIGHUP; saves either way."""
         self._stop_event = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self.stop)
+        on_stop(self.stop)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.progress)
             params, trace = self.learner.state.params, None

@@ -121,4 +121,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    program.run(main, verbosity=logging.INFO)
+    program.run(main, verbosity=logging.INFO, lasting=True)

@@ -4,8 +4,8 @@
     python -m launchers.train --config=configs/quickstart.py --config.rollout.addresses="('http://127.0.0.1:9001',)"
 
 It begins with the weights of the configuration's checkpoint, as version 0, and takes new ones from whoever trains. The
-port is printed when it answers. It ends at SIGTERM or SIGINT, and with exit code 1 where its engine or its HTTP server
-fails. It belongs to one run at a time; see docs/workers.md.
+port is printed when it answers. It ends at SIGTERM, SIGINT or SIGHUP, and with exit code 1 where its engine or its HTTP
+server fails. It belongs to one run at a time; see docs/workers.md.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import asyncio
 import jax
 
 from launchers import program, system
-from launchers.address import define_address
+from launchers.address import Address, define_address
 from launchers.configuration import check_config, define_config
 from venusrl.core.errors import WorkerError
 from venusrl.core.listening import answer
@@ -40,17 +40,17 @@ def codec(engine: Engine, shape: ModelConfig) -> Codec:
     return Codec(lambda data: from_bytes(data, kv), to_bytes, weights, kv.most_bytes, most)
 
 
-async def serve(config) -> None:
+async def serve(config, where: Address) -> None:
     """Until it is told to stop.
 
     Raises:
       WorkerError: the engine or the HTTP server has failed.
     """
-    door = _ADDRESS.door()
+    door = where.door()
     model = system.load_model(config)
     shape = model.config
     engine = Engine(shape, publish(model.params, shape.dtype), 0, model.chat.stop_tokens, system.engine_options(config))
-    listener, address = _ADDRESS.listen()
+    listener, address = where.listen()
     worker = JaxWorker(address, engine)
     await worker.start()
 
@@ -74,8 +74,8 @@ def main(argv) -> None:
     check_config(_CONFIG.value)
     system.check(_CONFIG.value)
     system.use_compile_cache()
-    asyncio.run(serve(_CONFIG.value))
+    asyncio.run(serve(_CONFIG.value, _ADDRESS))
 
 
 if __name__ == "__main__":
-    program.run(main)
+    program.run(main, lasting=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from venusrl.core.calls import DIRECT
 from venusrl.core.errors import ConfigError
 from venusrl.models.config import model_config
 from venusrl.models.gguf import GgufFile, find_packaged
@@ -95,7 +96,7 @@ class LlamaCpp:
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=600) as response:
+        with DIRECT.open(request, timeout=600) as response:
             return json.load(response)["tokens_predicted"]
 
     def round(self, prompts: list[list[int]]) -> float:

@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from launchers.bench import common
+from venusrl.core.calls import DIRECT
 from venusrl.core.errors import VenusError
 from venusrl.models import hf
 from venusrl.models.config import ModelConfig, model_config
@@ -82,7 +83,7 @@ def _wait(address: str, server: subprocess.Popen, log) -> None:
     deadline = time.monotonic() + START_S
     while True:
         try:
-            with urllib.request.urlopen(address + "/model_info", timeout=2):
+            with DIRECT.open(address + "/model_info", timeout=2):
                 return
         except OSError:
             if server.poll() is not None or time.monotonic() > deadline:
@@ -134,7 +135,7 @@ def _theirs(address: str, turn: int) -> float:
         request = urllib.request.Request(
             address + "/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=300) as response:
+        with DIRECT.open(request, timeout=300) as response:
             return len(json.load(response)["output_ids"])
 
     started = time.perf_counter()

@@ -264,4 +264,4 @@ def program(make: Callable[[Settings], list[Row]]) -> None:
         logging.set_verbosity(logging.INFO)
         print(json.dumps(numbers(make(settings()))))
 
-    entry.run(main)
+    entry.run(main, lasting=True)

@@ -174,6 +174,67 @@ def test_an_output_that_nobody_reads_or_that_is_full_is_no_traceback():
     assert code == 1 and "No space left on device" in said and "Traceback" not in said and said.count("\n") <= 2
 
 
+LASTING = PROGRAM.replace("program.run(main)", "program.run(main, lasting=True)")
+
+
+def closed(streams: str, source: str, *arguments: str) -> tuple[int, str, str]:
+    """(exit code, output, errors) of a program that a shell starts with some of its standard streams closed."""
+    command = ["bash", "-c", f'exec "$@" {streams}', "bash", sys.executable, "-c", source, *arguments]
+    done = subprocess.run(command, cwd=programs.ROOT, text=True, timeout=60, capture_output=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_standard_stream_that_was_closed_at_the_start_is_no_output(tmp_path):
+    """sys.stdout is None then; and its number was given to the next file, into which others would have printed."""
+    file = str(tmp_path / "file")
+    body = f"f = open({file!r}, 'w'); import os; assert f.fileno() > 2; os.system('echo x'); print('x'); f.close()"
+    for source in (PROGRAM, LASTING):
+        for streams in ("<&-", ">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"):
+            code, _, said = closed(streams, source.format(body=body))
+            assert (code, said) == (0, ""), f"{streams}: {said}"
+            assert os.path.getsize(file) == 0
+    failing = PROGRAM.format(body="open('/nowhere/x')")
+    code, _, said = closed(">&-", failing)
+    assert code == 1 and said == "FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/x'\n"
+    code, output, _ = closed("2>&-", failing)
+    assert (code, output) == (1, "begun\n")
+
+
+def test_help_without_an_output_is_no_traceback():
+    """Said of it was that "an override names no field"."""
+    answers = closed(">&-", PROGRAM.format(body="pass"), "--help")
+    assert answers == closed(">/dev/null", PROGRAM.format(body="pass"), "--help")
+    assert answers[2] == ""
+
+
+def test_a_program_whose_work_is_not_its_output_goes_on_when_nobody_reads_that(tmp_path):
+    """`launchers.train | head -2` ended the run, and nothing was saved."""
+    source = LASTING.format(
+        body="""
+    import logging
+    for _ in range(3):
+        print("x" * 10000, flush=True)
+        print("x" * 10000, file=sys.stderr, flush=True)
+        logging.warning("x")
+    open(sys.argv[1], "w").write("done")"""
+    )
+    source = source.replace("lasting=True", "arguments=True, lasting=True")
+    for number, streams in enumerate(["| true", "2>&1 | true", ">/dev/full", ">/dev/full 2>&1"]):
+        file = tmp_path / str(number)
+        shell = f'"$@" {streams}; exit ${{PIPESTATUS[0]}}'
+        command = ["bash", "-c", shell, "bash", sys.executable, "-c", source, str(file)]
+        done = subprocess.run(command, cwd=programs.ROOT, text=True, timeout=60, capture_output=True)
+        assert done.returncode == 0 and file.read_text() == "done", f"{streams}: {done}"
+        assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
+
+
+def test_a_pipe_of_a_lasting_program_that_breaks_elsewhere_is_told():
+    code, _, said = run("raise BrokenPipeError(32, 'Broken pipe')", stdout=subprocess.PIPE)
+    assert (code, said) == (1, "")
+    code, _, said = closed("", LASTING.format(body="raise BrokenPipeError(32, 'Broken pipe')"))
+    assert (code, said) == (1, "BrokenPipeError: [Errno 32] Broken pipe\n")
+
+
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999"])
 def test_a_number_that_is_none_is_refused_for_every_flag(value):
     code, _, said = run("pass", f"--rate={value}", stdout=subprocess.PIPE)

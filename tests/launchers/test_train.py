@@ -138,13 +138,14 @@ def test_kill_9_again_and_again(checkpoint, tmp_path, finished):
     assert programs.trained(tmp_path) == programs.trained(finished[0])
 
 
-def test_sigint_saves_and_leaves(checkpoint, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])  # the latter: the terminal is closed
+def test_a_signal_saves_and_leaves(checkpoint, tmp_path, number):
     process = programs.start(tmp_path, checkpoint, steps=1000, checkpoint__every=1000)
     try:
         programs.wait_for(process, lambda: programs.steps(tmp_path))
         time.sleep(random.Random().uniform(0.0, 0.5))
         below = programs.descendants(process.pid)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         asked = time.monotonic()
         output, _ = process.communicate(timeout=60)
         took = time.monotonic() - asked
@@ -157,6 +158,17 @@ def test_sigint_saves_and_leaves(checkpoint, tmp_path):
     done = programs.steps(tmp_path)[-1]
     assert (tmp_path / "checkpoints" / str(done)).is_dir()  # saved, though checkpoint.every is far away
     assert f"{done} of 1000" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("output", ["| head -1 >/dev/null", ">&-", ">/dev/full"])
+def test_a_run_whose_output_goes_nowhere_trains_to_its_end(checkpoint, tmp_path, output):
+    """The first ended after two lines, with nothing saved; the second with a traceback."""
+    command = ["bash", "-c", f'"$@" {output}; exit ${{PIPESTATUS[0]}}', "bash", *programs.command(tmp_path, checkpoint)]
+    done = subprocess.run(command, cwd=programs.ROOT, capture_output=True, text=True, timeout=170)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "checkpoints" / str(STEPS)).is_dir()
+    assert programs.steps(tmp_path) == list(range(1, STEPS + 1))
 
 
 def test_the_time_limit_ends_with_an_evaluation(checkpoint, tmp_path):

@@ -18,6 +18,7 @@ from configs import quickstart
 from launchers import system, worker
 from launchers.address import Address
 from launchers.run_id import run_id
+from venusrl.core.calls import client
 from venusrl.core.errors import ConfigError, WorkerError
 from venusrl.observe.run_log import read_jsonl
 
@@ -255,11 +256,12 @@ def test_a_run_that_was_killed_has_its_worker_at_once_when_it_is_started_again(p
     assert "belongs to run" not in processes.said("run")
 
 
+FREE_PORT = Address(*(SimpleNamespace(value=value) for value in ("127.0.0.1", 0, "", [])))
+
+
 @pytest.fixture
-def worker_config(checkpoint, monkeypatch):
-    """Of a worker in this process, on a free port; its flags are not parsed here."""
-    address = Address(*(SimpleNamespace(value=value) for value in ("127.0.0.1", 0, "", [])))
-    monkeypatch.setattr(worker, "_ADDRESS", address)
+def worker_config(checkpoint):
+    """Of a worker in this process."""
     config = quickstart.get_config("smoke")
     config.model.checkpoint = str(checkpoint)
     return config
@@ -274,14 +276,14 @@ async def test_a_worker_whose_http_server_fails_ends_with_its_reason(worker_conf
 
     monkeypatch.setattr(worker, "answer", answer)
     with pytest.raises(WorkerError, match=r"HTTP server .* failed: .*Too many open files"):
-        await asyncio.wait_for(worker.serve(worker_config), 60)
+        await asyncio.wait_for(worker.serve(worker_config, FREE_PORT), 60)
 
 
 async def test_a_worker_whose_engine_fails_ends_with_its_reason(worker_config, monkeypatch):
     """So that whatever watches over it starts another; it went on and answered every call with the error."""
     said: list[str] = []
     monkeypatch.setattr(worker, "print", lambda text, flush: said.append(text), raising=False)
-    serving = asyncio.create_task(worker.serve(worker_config))
+    serving = asyncio.create_task(worker.serve(worker_config, FREE_PORT))
     while not said:
         await asyncio.sleep(0.05)
         assert not serving.done(), serving.result()
@@ -290,11 +292,11 @@ async def test_a_worker_whose_engine_fails_ends_with_its_reason(worker_config, m
         raise RuntimeError("device lost")
 
     monkeypatch.setattr("venusrl.rollout.engine.engine.Engine.step", crash)
-    async with httpx.AsyncClient(base_url=said[0].split()[-1]) as http:
+    async with client(said[0].split()[-1]) as http:
         with contextlib.suppress(httpx.HTTPError):
             await http.post("/generate", json={"trajectory": "t", "tokens": [5, 6], "max_tokens": 4})
     with pytest.raises(WorkerError, match="device lost"):
-        await asyncio.wait_for(serving, 20)
+        await asyncio.wait_for(serving, 60)
 
 
 @pytest.mark.parametrize("program", ["launchers.worker", "launchers.serve"])

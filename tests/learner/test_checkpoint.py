@@ -2,6 +2,7 @@
 
 import json
 import logging
+import pathlib
 import shutil
 
 import chex
@@ -93,6 +94,93 @@ def test_only_the_newest_are_kept(folder):
     assert checkpointer.steps == [3, 4]
     checkpointer.close()
     assert sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) == [3, 4]
+
+
+def numbers(folder) -> list[int]:
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+
+
+def left(folder) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.isdigit())
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_keeps_no_save_from_being_done(folder, monkeypatch, caplog):
+    """Something is mounted in it, or held open over NFS: each later save counted as failed, and nothing was removed."""
+    held, remove = True, shutil.rmtree
+
+    def rmtree(path, ignore_errors=False):
+        if not held or not (path / "held").exists():
+            return remove(path)
+        for part in path.iterdir():
+            if part.name != "held":
+                remove(part) if part.is_dir() else part.unlink()
+        if not ignore_errors:
+            raise OSError(16, "Device or resource busy", "held")
+
+    checkpointer = Checkpointer(folder, keep=1)
+    checkpointer.save(1, state_of(1), EXTRA)
+    checkpointer.wait()
+    (folder / "1" / "held").mkdir()
+    (folder / "1" / "held" / "file").touch()
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    with caplog.at_level(logging.WARNING):
+        for step in (2, 3, 4):
+            checkpointer.save(step, state_of(step), EXTRA)
+            checkpointer.wait()
+            assert (checkpointer.steps, checkpointer.latest, checkpointer.failures) == ([step], step, 0)
+            assert (numbers(folder), left(folder)) == ([step], ["removed-1"])
+    assert [path.name for path in (folder / "removed-1").iterdir()] == ["held"]  # all that could go has gone
+    said = [record.getMessage() for record in caplog.records if "cannot be removed" in record.getMessage()]
+    assert len(said) == 1 and "removed-1" in said[0] and "Device or resource busy" in said[0]
+    checkpointer.close()
+    again = Checkpointer(folder, keep=1)  # takes no notice of it, and removes it when it can
+    assert again.restore(abstract(state_of(0)))[0] == 4 and left(folder) == ["removed-1"]
+    held = False
+    again.save(5, state_of(5), EXTRA)
+    again.close()
+    assert (numbers(folder), left(folder)) == ([5], [])
+
+
+def test_an_old_checkpoint_that_cannot_even_be_renamed_stays_and_the_others_go(folder, monkeypatch, caplog):
+    checkpointer = Checkpointer(folder, keep=2)
+    rename = pathlib.Path.rename
+
+    def refused(self, target):
+        if self == folder / "1":
+            raise PermissionError(1, "Operation not permitted", str(self))
+        return rename(self, target)
+
+    monkeypatch.setattr(pathlib.Path, "rename", refused)
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2, 3, 4, 5):
+            checkpointer.save(step, state_of(step), EXTRA)
+    checkpointer.close()
+    assert (numbers(folder), left(folder), checkpointer.failures) == ([1, 4, 5], [], 0)
+    assert sum("cannot be removed" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_mount_in_an_old_checkpoint_keeps_no_save_from_being_done(folder):
+    checkpointer = Checkpointer(folder, keep=1)
+    checkpointer.save(1, state_of(1), EXTRA)
+    checkpointer.wait()
+    with disk.small_disk(folder / "1" / "held"):
+        checkpointer.save(2, state_of(2), EXTRA)
+        checkpointer.wait()
+        checkpointer.save(3, state_of(3), EXTRA)
+        checkpointer.close()
+        assert (numbers(folder), checkpointer.latest, checkpointer.failures) == ([3], 3, 0)
+        (folder / "removed-1").rename(folder / "1")  # where it is unmounted
+
+
+def test_reading_removes_nothing(folder):
+    checkpointer = Checkpointer(folder, keep=0)
+    for step in (1, 2, 3):
+        checkpointer.save(step, state_of(step), {})
+    checkpointer.close()
+    reader = Checkpointer(folder, keep=1)
+    assert reader.restore(abstract(state_of(0)))[0] == 3
+    reader.close()
+    assert numbers(folder) == [1, 2, 3]
 
 
 def garble(path):

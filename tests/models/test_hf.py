@@ -138,6 +138,50 @@ CAUSES = {
 }
 
 
+def _prefixed(prefix, at=""):
+    """`prefix` before the rest of every name that has `at` in it."""
+    return lambda tensors: [
+        tensors.update({name.replace(at, at + prefix, 1): tensors.pop(name)}) for name in list(tensors) if at in name
+    ]
+
+
+def _both(*changes):
+    return lambda tensors: [change(tensors) for change in changes]
+
+
+PREFIXES = [
+    *("module.", "_orig_mod.", "_orig_mod.module.", "base_model.model.", "model.", "policy.", "actor_module."),
+    *("language_model.", "_fsdp_wrapped_module.", "student.transformer.h."),
+]
+CAUSES |= {
+    f"prefix {prefix}": (_prefixed(prefix), f"Every name has '{re.escape(prefix)}' in front") for prefix in PREFIXES
+}
+CAUSES |= {
+    "a prefix, and no head": (
+        _both(_renamed("model.", ""), _prefixed("module.")),
+        "Every name has 'module.' in front.*lacks 'model.'.*without its head",
+    ),
+    "a prefix, and a tied head": (
+        _both(_with("lm_head.weight"), _prefixed("module.")),
+        "Every name has 'module.' in front",
+    ),
+    "wrapped layers": (_prefixed("_orig_mod.", "layers.1."), "Names have '_orig_mod.' in them"),
+    "wrappers of both kinds": (
+        _both(_prefixed("_checkpoint_wrapped_module.", "layers.0."), _prefixed("_fsdp_wrapped_module.", "layers.1.")),
+        "Names have '_checkpoint_wrapped_module.' and '_fsdp_wrapped_module.' in them",
+    ),
+    "LoRA in PEFT's wrapper": (
+        _both(_prefixed("base_model.model."), _renamed("q_proj.weight", "q_proj.base_layer.weight"),
+              _with("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight")),
+        "an adapter's .*merge it",
+    ),
+    "a language model beside a vision tower": (
+        _both(_prefixed("language_model."), _with("vision_tower.patch.weight")),
+        "a model of text and images",
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", CAUSES)
 def test_the_cause_that_is_told_is_the_right_one(config, tensors, name):
     change, cause = CAUSES[name]

@@ -2,6 +2,9 @@
 
 import contextlib
 import io
+import os
+import threading
+import time
 
 import matplotlib.image
 import numpy as np
@@ -79,10 +82,59 @@ def test_summary_table_names_everything():
     assert all(text in out.getvalue() for text in ("End", "updates", "2 of 2", "plot", "reward.png"))
 
 
-def test_an_output_that_is_full_ends_nothing():
-    with open("/dev/full", "w", buffering=1) as full:
-        progress = Progress(dict, "run", Console(file=full))
+@pytest.fixture
+def unread():
+    """Where nobody reads any more."""
+    read, write = os.pipe()
+    os.close(read)
+    with contextlib.suppress(OSError), open(write, "w") as file:
+        yield file
+
+
+@pytest.fixture
+def full():
+    with contextlib.suppress(OSError), open("/dev/full", "w") as file:
+        yield file
+
+
+@pytest.fixture
+def hung_up():
+    """A terminal that was closed."""
+    ours, theirs = os.openpty()
+    os.close(ours)
+    with contextlib.suppress(OSError), open(theirs, "w") as file:
+        yield file
+
+
+OUTPUTS = ["unread", "full", "hung_up"]
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_an_output_that_takes_nothing_ends_nothing(output, request):
+    """rich ended the program with SystemExit where the reader had gone."""
+    progress = Progress(dict, "run", Console(file=request.getfixturevalue(output)))
+    for _ in range(3):
         progress.line("a line")
         progress.show(summary_table("end", {"a": "b"}))
-        with contextlib.suppress(OSError):
-            full.close()
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_a_panel_that_cannot_be_shown_ends_nothing(output, request, monkeypatch):
+    failed = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    asked = []
+    console = Console(file=request.getfixturevalue(output), force_terminal=True)
+    with Progress(lambda: asked.append(1) or {"step": "3"}, "run", console) as progress:
+        progress.line("a line")
+        shown = len(asked)
+        deadline = time.monotonic() + 20
+        while len(asked) < shown + 2:  # its own thread goes on as well
+            assert time.monotonic() < deadline, "the panel is not refreshed any more"
+            time.sleep(0.05)
+    assert not failed
+
+
+def test_words_that_the_output_has_no_characters_for_are_written_with_others():
+    out = io.TextIOWrapper(io.BytesIO(), "ascii", write_through=True)
+    Progress(dict, "run", Console(file=out)).line("runs/läuft \udcff")
+    assert out.buffer.getvalue() == b"runs/l\\xe4uft \\udcff\n"

@@ -22,6 +22,7 @@ from venusrl.sandbox.daemon.client import Node
 from venusrl.sandbox.daemon.hub import Hub
 from venusrl.sandbox.wire import WireError, pack, unpack
 
+from ..proxies import environment_proxy
 from .conftest import ROOT, end, processes, start_daemon
 from .test_life import until
 
@@ -140,6 +141,15 @@ async def test_a_client_that_is_killed_leaves_nothing_after_its_lease(node, daem
     await until(lambda: not processes("970.5"))
     assert time.monotonic() - started > 0.2
     assert name not in [sandbox["id"] for sandbox in await node.list()]
+
+
+async def test_a_node_is_called_directly_whatever_the_environment_says_of_proxies(daemon_address, monkeypatch):
+    async with environment_proxy(monkeypatch) as seen, Node(daemon_address, key="a key of sixteen") as node:
+        sandbox = await node.create(Template("direct"))
+        assert (await sandbox.exec("echo here")).text == "here\n"
+        await sandbox.write("f", b"x" * 100_000)
+        await node.end(sandbox.id, "killed")
+    assert seen == []
 
 
 async def test_plain_http(daemon_address, node):

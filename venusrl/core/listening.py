@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 import fcntl
 import os
-import signal
 import socket
 import stat
 import struct
@@ -18,6 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from venusrl.core import door
 from venusrl.core.errors import ConfigError
+from venusrl.core.signals import on_stop
 
 KEEP_ALIVE_S = 15  # seconds for which an idle connection is kept; clients have to let go of theirs clearly sooner
 _MESSAGE_BYTES = 1 << 30
@@ -248,8 +248,7 @@ class Server:
 
 
 async def answer(application: ASGIApp, listener: socket.socket) -> None:
-    """Until SIGTERM or SIGINT."""
+    """Until SIGTERM, SIGINT or SIGHUP; see `on_stop`."""
     server = Server(application, listener)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, server.stop)
+    on_stop(server.stop)
     await server.run()

@@ -16,6 +16,7 @@ from venusrl.learner.state import TrainState
 _FAILURES = (OSError, ValueError, RuntimeError)  # of orbax and TensorStore, where a file cannot be written
 _BESIDE_BYTES = 1 << 20  # of a checkpoint, beside the arrays: descriptions, and blocks that are not full
 _UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of what orbax is writing
+_REMOVED = "removed-"  # before the step, in the name of what is being removed: no checkpoint any more
 
 
 class Checkpointer:
@@ -26,7 +27,8 @@ class Checkpointer:
       failures: saves that failed so far.
 
     Saving runs in the background. What goes wrong there is said and counted by the next `save`, and raised by `wait`
-    and by `close`, as CheckpointError; earlier checkpoints stay.
+    and by `close`, as CheckpointError; earlier checkpoints stay. Those beyond the newest `keep` are removed there too,
+    once a newer one is known to be whole; where one cannot be, that is warned of, and makes no save a failed one.
     """
 
     def __init__(self, folder: str | Path, keep: int = 2):
@@ -42,6 +44,8 @@ class Checkpointer:
         self._folder = Path(folder).resolve()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._keep = keep
+        self._saving = False  # since this object has begun to save, it removes what is old
+        self._warned: set[Path] = set()  # of them, because they cannot be removed
         self._manager = self._open()
         self.latest: int | None = None
         self.failures = 0
@@ -73,7 +77,7 @@ class Checkpointer:
             self._set_aside([newer for newer in self.steps if newer >= step])
             if not self._manager.save(step, args=args):
                 raise RuntimeError(f"step {step} was refused")
-            self.latest = step
+            self.latest, self._saving = step, True
         except _FAILURES as error:
             raise self._failed(error) from error
 
@@ -87,6 +91,8 @@ class Checkpointer:
             self._manager.wait_until_finished()
         except _FAILURES as error:
             raise self._failed(error) from error
+        if self._saving and self._keep:
+            self._remove_old()
 
     def close(self) -> None:
         """Waits for the last save; see `wait`."""
@@ -140,13 +146,36 @@ class Checkpointer:
     def _set_aside(self, steps: list[int]) -> None:
         """Renames checkpoints that training did not go on from: they could not be read, and would block new ones."""
         for step in steps:
-            aside = self._folder.with_name(f"{self._folder.name}-damaged-{step}")
-            while aside.exists():  # the same step was damaged before
-                aside = aside.with_name(aside.name + "+")
+            aside = _free_name(self._folder.with_name(f"{self._folder.name}-damaged-{step}"))
             (self._folder / str(step)).rename(aside)
             logging.warning("checkpoint %s/%d is kept as %s", self._folder, step, aside)
         if steps:
             self._manager.reload()
+
+    def _remove_old(self) -> None:
+        """Leaves the newest `keep`, and what cannot be removed. orbax would stop at the first of those, and fail."""
+        old = self.steps[: -self._keep]
+        for step in old:
+            path = self._folder / str(step)
+            going = _free_name(self._folder / f"{_REMOVED}{step}")
+            try:  # first its name, so that nobody takes what is half removed for a checkpoint
+                path.rename(going)
+            except OSError as error:
+                self._warn(path, error)
+        for going in self._folder.glob(f"{_REMOVED}*"):  # those of before as well: what is open over NFS goes later
+            try:
+                shutil.rmtree(going)
+            except OSError as error:
+                shutil.rmtree(going, ignore_errors=True)  # the others of its files
+                self._warn(going, error)
+        if old:
+            with contextlib.suppress(OSError):  # the folder itself is gone: the next save makes it again
+                self._manager.reload()
+
+    def _warn(self, path: Path, error: OSError) -> None:
+        if path not in self._warned:
+            self._warned.add(path)
+            logging.warning("the old checkpoint %s cannot be removed (%s); the run goes on", path, _one_line(error))
 
     def _clean(self) -> None:
         """Removes what failed saves have left, or still leave: other threads of theirs end later."""
@@ -155,9 +184,7 @@ class Checkpointer:
                 shutil.rmtree(part, ignore_errors=True)
 
     def _open(self) -> ocp.CheckpointManager:
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=self._keep or None, create=True, enable_async_checkpointing=True
-        )
+        options = ocp.CheckpointManagerOptions(create=True, enable_async_checkpointing=True)
         return ocp.CheckpointManager(self._folder, options=options)
 
     def _check_room(self, state: TrainState) -> None:
@@ -186,6 +213,13 @@ class Checkpointer:
         return CheckpointError(
             f"saving to {self._folder} failed ({_one_line(error)}); earlier checkpoints are kept: {self.steps}"
         )
+
+
+def _free_name(path: Path) -> Path:
+    """`path`, with a + for each that is there already: the same step, before."""
+    while path.exists():
+        path = path.with_name(path.name + "+")
+    return path
 
 
 def _one_line(error: Exception) -> str:

@@ -1,6 +1,8 @@
 """What is wrong with the tensors of a file, all of it in one message, and the likely cause."""
 
 import dataclasses
+import re
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 from venusrl.core.errors import CheckpointError
@@ -29,6 +31,11 @@ _SIGNS = (
     (("score.weight", "classifier", "v_head"), "this is a reward or classification model, not a language model"),
     (("transformer.h.", "gpt_neox.", "model.decoder.", "linear_attn", "mixer."), "this is a model of another family"),
     (("qkv_proj", "gate_up_proj"), "this is Phi or another family that stores projections together"),
+)
+
+# Parts of names that a wrapper around a module puts before those of the module, at any place.
+_WRAPPERS = re.compile(
+    r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module|base_model\.model|module)\."
 )
 
 
@@ -75,6 +82,8 @@ class Findings:
     def _cause(self, missing: list[str], wanted: int) -> str:
         """The likely cause and what to do."""
         extra = self.unexpected
+        if wrapped := self._wrapped(missing):
+            return wrapped
         for signs, cause in _SIGNS:
             if any(sign in name for name in extra for sign in signs):
                 return f"By their names {cause}"
@@ -104,6 +113,41 @@ class Findings:
         if extra:
             return "The file is of another model; fix model.name or model.checkpoint"
         return "The file is incomplete: a part of it was not copied, or it is of a smaller model"
+
+    def _wrapped(self, missing: list[str]) -> str:
+        """What to say where all that is missing is there under longer names; "" where it is not."""
+        lacking = set(missing)
+        if not lacking:
+            return ""
+        ends = {name.split(".", depth)[-1] for name in missing for depth in (0, 1)}  # with and without "model."
+        before = Counter(
+            name[:start] for name in self.unexpected for start in _starts(name) if start and name[start:] in ends
+        )
+        for prefix, _ in before.most_common(8):
+            if not all(name.startswith(prefix) for name in self.unexpected):
+                continue  # beside the model there is something else
+            inner = {name.removeprefix(prefix) for name in self.unexpected}
+            what = f"Every name has {prefix!r} in front: it is of a wrapper (DataParallel, torch.compile, an adapter's)"
+            if lacking <= inner:
+                return f"{what}; save the model inside it, or take {prefix!r} off the names"
+            bare = not _WRAPPERS.sub("", prefix)  # else it may be the name of a part of another model
+            if bare and {name for name in lacking if name.startswith("model.")} <= {f"model.{name}" for name in inner}:
+                return (
+                    f"{what}, and lacks 'model.' after it: the model was saved without its head; save the causal "
+                    "language model inside it"
+                )
+        found = {part for name in self.unexpected for part in _WRAPPERS.findall(name)}
+        if found and lacking <= {_WRAPPERS.sub("", name) for name in self.unexpected}:
+            return (
+                f"Names have {' and '.join(sorted(repr(part + '.') for part in found))} in them: these are of wrappers "
+                "(FSDP, torch.compile) around the model and its layers; save the model inside them"
+            )
+        return ""
+
+
+def _starts(name: str) -> list[int]:
+    """Where a part of `name` begins."""
+    return [0, *(match.end() for match in re.finditer(r"\.", name))]
 
 
 def _listed(items: list[str]) -> str:

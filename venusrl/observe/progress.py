@@ -1,27 +1,30 @@
 """Live progress: a panel on a terminal, a line a step elsewhere."""
 
-import contextlib
 from collections.abc import Callable, Mapping
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from venusrl.core.output import Spare
+
 Status = Mapping[str, str]
 
 
 class Progress:
-    """Shows a status mapping, refreshed by itself while it is open.
+    """Shows a status mapping, refreshed by itself while it is open. An output that takes nothing ends nothing.
 
     Args:
       status: called for the current status, name -> text, in the order to show.
       title: of the panel.
+      console: sys.stdout's by default. Its file is wrapped: rich ends the program at a pipe that breaks.
     """
 
     def __init__(self, status: Callable[[], Status], title: str, console: Console | None = None):
         self._status = status
         self._title = title
         self.console = console or Console()
+        self.console.file = Spare(self.console.file)
         self._live: Live | None = None
 
     def __enter__(self) -> "Progress":
@@ -35,14 +38,12 @@ class Progress:
             self._live.stop()
 
     def line(self, text: str) -> None:
-        """A line that stays, above the panel. An output that is full, or that nobody reads, does not take it."""
-        with contextlib.suppress(OSError):
-            self.console.print(text, highlight=False, soft_wrap=True)
+        """A line that stays, above the panel."""
+        self.console.print(text, highlight=False, soft_wrap=True)
 
     def show(self, table: Table) -> None:
-        """A table that stays; as with `line`."""
-        with contextlib.suppress(OSError):
-            self.console.print(table)
+        """A table that stays."""
+        self.console.print(table)
 
     def _panel(self) -> Table:
         table = Table(title=self._title, show_header=False, title_justify="left")

@@ -11,6 +11,7 @@ import httpx
 import websockets
 
 from venusrl.core import errors
+from venusrl.core.calls import client
 from venusrl.core.errors import SandboxError, SandboxLost
 from venusrl.sandbox.client import ProcessSandbox
 from venusrl.sandbox.codec import from_json, to_json
@@ -86,7 +87,7 @@ class Node:
         base = address if self._path is None else "http://node"
         self._base = base
         headers = {KEY_HEADER: key} if key else {}
-        self._http = httpx.AsyncClient(base_url=base, transport=transport, timeout=wait_s, headers=headers)
+        self._http = client(base, transport=transport, timeout=wait_s, headers=headers)
         self._pumps: set[asyncio.Task] = set()
         self._others: dict[str, Node] = {}  # where sandboxes have moved
 
@@ -256,7 +257,7 @@ class Node:
         options = dict(max_size=_MESSAGE_BYTES, compression=None, ping_interval=None)
         try:
             if self._path is None:
-                return await websockets.connect(url, **options)
+                return await websockets.connect(url, proxy=None, **options)
             return await websockets.unix_connect(self._path, url, **options)
         except (OSError, websockets.WebSocketException) as error:
             raise SandboxError(f"node {self.address}: {error}; is launchers.sandboxd running there?") from error

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import httpx
 
+from venusrl.core.calls import client
 from venusrl.core.errors import SandboxError, SandboxUnsupported
 from venusrl.sandbox.contract import MIB, Template
 from venusrl.sandbox.machines import pages
@@ -152,9 +153,8 @@ class FirecrackerMachine:
         self.program = program
         self.memory: Path | None = None
         self._folder = folder
-        self._http = httpx.AsyncClient(
-            base_url="http://firecracker", transport=httpx.AsyncHTTPTransport(uds=str(folder / _API)), timeout=_WAIT_S
-        )
+        transport = httpx.AsyncHTTPTransport(uds=str(folder / _API))
+        self._http = client("http://firecracker", transport=transport, timeout=_WAIT_S)
 
     async def save(self, folder: Path) -> None:
         """See Machine.save. Only of what is a clone."""
