@@ -217,6 +217,20 @@ def test_damaged_newest_falls_back_with_a_warning(two, caplog, damage):
     checkpointer.close()
 
 
+@pytest.mark.parametrize("text", ["[1]", "5", '"x"', '{"tree_metadata": 5}', "[[" * 5000])
+@pytest.mark.parametrize("name", ["state/_METADATA", "_CHECKPOINT_METADATA"])
+def test_a_newest_with_junk_in_its_description_falls_back_with_a_warning(two, caplog, name, text):
+    if (name, text) == ("_CHECKPOINT_METADATA", '{"tree_metadata": 5}'):
+        text = '{"commit_timestamp_nsecs": "x"}'
+    (two / "2" / name).write_text(text)
+    with caplog.at_level(logging.WARNING):
+        checkpointer = Checkpointer(two)
+        step, state, _ = checkpointer.restore(abstract(state_of(0)))
+        checkpointer.close()
+    chex.assert_trees_all_equal(host(state), host(state_of(step)))
+    assert step == 1 and "2 cannot be read" in caplog.text
+
+
 def test_saving_goes_on_after_a_damaged_newest(two):
     """orbax refuses steps below its latest without a word; a run that fell back to 1 would save nothing up to 2."""
     garble(two / "2" / "state")

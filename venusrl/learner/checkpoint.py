@@ -37,7 +37,7 @@ class Checkpointer:
 
         Raises:
           ConfigError: `keep` is negative.
-          OSError: the folder cannot be made.
+          OSError: the folder cannot be made, or a checkpoint whose description is damaged cannot be renamed.
         """
         if keep < 0:
             raise ConfigError(f"checkpoint.keep={keep} is negative; give how many of the newest stay, 0 for all")
@@ -129,7 +129,8 @@ class Checkpointer:
             args = ocp.args.Composite(state=ocp.args.StandardRestore(shape), extra=ocp.args.JsonRestore())
             try:
                 restored = self._manager.restore(step, args=args)
-            except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            # Orbax takes what its JSON files say as it is: a damaged one raises anything (AttributeError, IndexError).
+            except Exception as error:  # noqa: BLE001 - whatever it is, an older checkpoint may be whole
                 said = _one_line(error)
                 failures.append(f"step {step}: {said}")
                 logging.warning("checkpoint %s/%d cannot be read (%s); trying an older one", self._folder, step, said)
@@ -146,11 +147,28 @@ class Checkpointer:
     def _set_aside(self, steps: list[int]) -> None:
         """Renames checkpoints that training did not go on from: they could not be read, and would block new ones."""
         for step in steps:
-            aside = _free_name(self._folder.with_name(f"{self._folder.name}-damaged-{step}"))
-            (self._folder / str(step)).rename(aside)
-            logging.warning("checkpoint %s/%d is kept as %s", self._folder, step, aside)
+            self._rename(step)
         if steps:
             self._manager.reload()
+
+    def _set_unreadable_aside(self) -> None:
+        """Renames checkpoints whose own description is damaged: orbax reads all of them before it opens the folder."""
+        for found in ocp.path.step.standard_name_format().find_all(self._folder):
+            try:
+                found.commit_timestamp  # noqa: B018 - what the manager reads of each
+            except Exception as error:  # noqa: BLE001 - whatever damaged JSON raises in orbax
+                logging.warning(
+                    "checkpoint %s/%d cannot be read (%s); trying an older one",
+                    self._folder,
+                    found.step,
+                    _one_line(error),
+                )
+                self._rename(found.step)
+
+    def _rename(self, step: int) -> None:
+        aside = _free_name(self._folder.with_name(f"{self._folder.name}-damaged-{step}"))
+        (self._folder / str(step)).rename(aside)
+        logging.warning("checkpoint %s/%d is kept as %s", self._folder, step, aside)
 
     def _remove_old(self) -> None:
         """Leaves the newest `keep`, and what cannot be removed. orbax would stop at the first of those, and fail."""
@@ -184,6 +202,7 @@ class Checkpointer:
                 shutil.rmtree(part, ignore_errors=True)
 
     def _open(self) -> ocp.CheckpointManager:
+        self._set_unreadable_aside()
         options = ocp.CheckpointManagerOptions(create=True, enable_async_checkpointing=True)
         return ocp.CheckpointManager(self._folder, options=options)
 
