@@ -314,7 +314,8 @@ def make_workers(
 
         r, write = config.rollout, _once(write)
         key = worker_key(config)
-        return tuple(RemoteWorker(a, write, run, key, r.reconnect_s, r.max_length) for a in r.addresses)
+        beside = shape.beside_weights(stop)
+        return tuple(RemoteWorker(a, write, run, key, r.reconnect_s, r.max_length, model=beside) for a in r.addresses)
     engines = (Engine(shape, params, version, stop, options) for _ in range(config.rollout.workers))
     return tuple(JaxWorker(f"jax-{i}", engine) for i, engine in enumerate(engines))
 

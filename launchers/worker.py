@@ -29,7 +29,7 @@ _CONFIG = define_config("configs/quickstart.py", "The model, and the engine's op
 _ADDRESS = define_address(0)
 
 
-def codec(engine: Engine, shape: ModelConfig) -> Codec:
+def codec(engine: Engine, shape: ModelConfig, stop_tokens: tuple[int, ...]) -> Codec:
     """KV and weights of `engine` as bytes. Bodies that hold more than they can are not read to their end."""
     most = 4 * sum(x.size for x in jax.tree.leaves(engine.params)) + (64 << 20)  # float32, and room for names
 
@@ -37,7 +37,9 @@ def codec(engine: Engine, shape: ModelConfig) -> Codec:
         return publish(hf.from_bytes(data, shape), shape.dtype)
 
     kv = engine.kv_shape
-    return Codec(lambda data: from_bytes(data, kv), to_bytes, weights, kv.most_bytes, most)
+    return Codec(
+        lambda data: from_bytes(data, kv), to_bytes, weights, kv.most_bytes, most, shape.beside_weights(stop_tokens)
+    )
 
 
 async def serve(config, where: Address) -> None:
@@ -55,7 +57,9 @@ async def serve(config, where: Address) -> None:
     await worker.start()
 
     print(f"worker at {address}", flush=True)
-    serving = asyncio.create_task(answer(door(worker_app(worker, codec(engine, shape))), listener))
+    serving = asyncio.create_task(
+        answer(door(worker_app(worker, codec(engine, shape, model.chat.stop_tokens))), listener)
+    )
     working = asyncio.create_task(worker.wait())
     try:  # where either fails, the process ends, and whoever watches over it can start another
         await asyncio.wait({serving, working}, return_when=asyncio.FIRST_COMPLETED)

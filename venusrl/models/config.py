@@ -6,6 +6,8 @@ the config.json of its folder (models.hf_config), with an empty model.name.
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Any
 
 from venusrl.core.errors import ConfigError
 from venusrl.models.rope import RopeScaling
@@ -68,6 +70,20 @@ class ModelConfig:
             raise ConfigError(f"model.head_dim={self.head_dim} is odd; RoPE needs an even one")
         if self.dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"model.dtype={self.dtype!r}; use 'float32' (CPU) or 'bfloat16' (accelerators)")
+
+    def beside_weights(self, stop_tokens: Sequence[int]) -> dict[str, Any]:
+        """What changes the computation and no tensor's name or shape tells, in JSON's types: two models with the same
+        weights are the same only where this is equal."""
+        scaling = None if self.rope_scaling is None else dataclasses.asdict(self.rope_scaling)
+        kind = type(self.rope_scaling).__name__
+        return {
+            "rope_theta": self.rope_theta,
+            "rope_scaling": None if scaling is None else {"kind": kind, **scaling},
+            "norm_eps": self.norm_eps,
+            "heads": self.heads,
+            "head_dim": self.head_dim,
+            "stop_tokens": sorted(stop_tokens),
+        }
 
     @property
     def num_params(self) -> int:

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import hashlib
 import json
+import re
 import struct
 import time
 
@@ -18,7 +20,7 @@ from safetensors.numpy import save
 from tests.rollout.test_workers import CONFIG, OPTIONS
 from tests.rollout.worker_suite import WorkerSuite, collect, tokens
 from venusrl.core.door import Door
-from venusrl.core.errors import CheckpointError, ContractError, WorkerError
+from venusrl.core.errors import CheckpointError, ConfigError, ContractError, WorkerError
 from venusrl.core.listening import Server, listen
 from venusrl.models import hf
 from venusrl.models.decoder import init_params
@@ -27,6 +29,7 @@ from venusrl.rollout.engine.jax_worker import JaxWorker
 from venusrl.rollout.engine.transfer import from_bytes, to_bytes
 from venusrl.rollout.remote.client import RemoteWorker
 from venusrl.rollout.remote.server import Codec, worker_app
+from venusrl.rollout.remote.wire import SESSION_HEADER
 from venusrl.rollout.worker import Request
 
 STOP = (0, 21)
@@ -37,6 +40,11 @@ def params():
     return [nn.unbox(init_params(CONFIG, jax.random.key(i))) for i in range(2)]
 
 
+def codec_of(worker: JaxWorker) -> Codec:
+    kv = worker._engine.kv_shape
+    return Codec(lambda data: from_bytes(data, kv), to_bytes, lambda data: hf.from_bytes(data, CONFIG), kv.most_bytes)
+
+
 @contextlib.asynccontextmanager
 async def served(params, name="inner"):
     """A worker, its server in this process, and a client of it."""
@@ -44,8 +52,7 @@ async def served(params, name="inner"):
     step = worker._engine.step
     worker._engine.step = lambda: (time.sleep(0.01), step())[1]  # a turn takes longer than a call
     await worker.start()
-    kv = worker._engine.kv_shape
-    codec = Codec(lambda data: from_bytes(data, kv), to_bytes, lambda data: hf.from_bytes(data, CONFIG), kv.most_bytes)
+    codec = codec_of(worker)
     listener, address = listen("127.0.0.1", 0)
     server = Server(Door(worker_app(worker, codec)), listener, grace_s=1)
     task = asyncio.create_task(server.run())
@@ -153,7 +160,7 @@ async def test_bad_requests_are_answered_with_what_is_wrong(params):
             assert (await http.put("/kv", content=b"nothing")).status_code == 400
             assert (await http.put("/weights/7", content=b"nothing")).status_code == 400
             assert (await http.put(f"/weights/{10**30}", content=b"")).status_code == 400
-            assert (await http.put("/weights/-1", content=b"")).status_code == 404
+            assert (await http.put("/weights/-1", content=b"")).status_code == 400
         assert inner.load().running == inner.load().waiting == 0
         await collect(client, Request("t/0", [1, 2, 3], 4))  # it lives
 
@@ -304,3 +311,60 @@ async def test_a_worker_behind_its_door_takes_who_has_the_key_and_no_web_page(pa
         server.stop()
         await task
         await worker.close()
+
+
+async def test_a_worker_with_another_model_of_the_same_shapes_is_refused_by_what_differs(params):
+    """rope_theta 100 against 10,000: it was used, and the tokens were those of another model."""
+    ours = CONFIG.beside_weights(STOP)
+    for theirs, says in (
+        ({**ours, "rope_theta": 100.0}, "rope_theta=100.0 (here 10000.0)"),
+        ({**ours, "norm_eps": 1e-3, "stop_tokens": [1]}, "norm_eps=0.001 (here 1e-06), stop_tokens="),
+        (ours, None),
+        ({}, None),  # of another kind, which does not say
+    ):
+        worker = JaxWorker("inner", Engine(CONFIG, params[0], 4, STOP, OPTIONS))
+        await worker.start()
+        codec = dataclasses.replace(codec_of(worker), model=json.loads(json.dumps(theirs)))
+        listener, address = listen("127.0.0.1", 0)
+        server = Server(Door(worker_app(worker, codec)), listener, grace_s=1)
+        task = asyncio.create_task(server.run())
+        client = RemoteWorker(address, lambda params: hf.to_bytes(params, CONFIG), run="a run", model=ours)
+        try:
+            if says is None:
+                await client.start()
+            else:
+                with pytest.raises(ConfigError, match=re.escape(says)):
+                    await client.start()
+        finally:
+            await client.close()
+            server.stop()
+            await task
+            await worker.close()
+
+
+async def test_a_request_that_is_cancelled_before_it_begins_is_answered(params):
+    async with served(params[0]) as (client, inner, _):
+        body = {"trajectory": "t", "tokens": [5, 6, 7], "max_tokens": 4}
+        headers = {SESSION_HEADER: client._tenure.session}
+        inner._engine.step = lambda: (time.sleep(0.05), [])[1]  # it never begins
+        turn = asyncio.create_task(client._client.post("/generate", json=body, headers=headers))
+        while not inner._streams:
+            await asyncio.sleep(0.01)
+        await client._client.post("/cancel", json={"trajectory": "t"}, headers=headers)
+        assert (await turn).status_code == 499
+
+
+@pytest.mark.parametrize("version", ["9" * 5000, "-1", "1.5", "x", "2147483648", "\u0663"])
+async def test_a_version_that_is_none_is_refused(params, version):
+    async with served(params[0]) as (client, _, _):
+        headers = {SESSION_HEADER: client._tenure.session}
+        assert (await client._client.put(f"/weights/{version}", content=b"x", headers=headers)).status_code == 400
+
+
+async def test_small_requests_have_small_bodies_and_strangers_are_not_read_at_all(params):
+    async with served(params[0]) as (client, _, _):
+        junk = json.dumps({f"k{i}": 1 for i in range(20_000)}).encode()
+        mine = {SESSION_HEADER: client._tenure.session}
+        for path in ("/cancel", "/preempt"):
+            assert (await client._client.post(path, content=junk, headers=mine)).status_code == 400
+            assert (await client._client.post(path, content=junk)).status_code == 409

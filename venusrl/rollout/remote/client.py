@@ -5,7 +5,7 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -34,6 +34,7 @@ class RemoteWorker(Presence):
         reconnect_s: float = 10.0,
         max_length: int = 0,
         clock: Clock | None = None,
+        model: Mapping[str, Any] | None = None,
     ):
         """Args:
         address: "http://HOST:PORT".
@@ -42,8 +43,9 @@ class RemoteWorker(Presence):
         key: sent as a bearer token; "" sends none.
         reconnect_s: seconds for which requests wait for a worker that does not answer.
         max_length: tokens of the sequences that it will be asked for, to be known before it answers.
+        model: what of the model no weights tell; see server.Codec.
         """
-        super().__init__(address, run, key, reconnect_s, max_length, clock)
+        super().__init__(address, run, key, reconnect_s, max_length, clock, model)
         self._write_weights = write_weights
         self._streaming: set[str] = set()
         self._resets = 0
@@ -76,12 +78,13 @@ class RemoteWorker(Presence):
     async def _turn(self, tenure: Tenure, request: Request) -> AsyncIterator[Chunk]:
         """The chunks; where the connection breaks before the first one, over several attempts. Where it breaks later,
         the turn ends as preempted: what is left is another request."""
-        for _ in range(ATTEMPTS):
+        for attempt in range(ATTEMPTS):
             await self._unless_gone(tenure, tenure.said.join())  # its priority is known there before it is
             await self._unless_gone(tenure, tenure.ready.wait())
             version, resets = tenure.version, self._resets
             items: asyncio.Queue = asyncio.Queue()
-            reader = asyncio.create_task(self._read(tenure, request, items))
+            http = self._fresh if attempt else self._client  # a kept connection may be one that is just being closed
+            reader = asyncio.create_task(self._read(http or self._client, tenure, request, items))
             tenure.gone.add_done_callback(tell := lambda _, items=items: items.put_nowait(self._gone()))
             begun = False
             try:
@@ -119,11 +122,11 @@ class RemoteWorker(Presence):
         self._lose(tenure, f"its connection broke {ATTEMPTS} times before an answer")
         raise self._gone()
 
-    async def _read(self, tenure: Tenure, request: Request, items: asyncio.Queue) -> None:
+    async def _read(self, http: httpx.AsyncClient, tenure: Tenure, request: Request, items: asyncio.Queue) -> None:
         """Puts chunks into `items`, None for a sign of life, and at last what ended them, if it was no last chunk."""
         headers = {SESSION_HEADER: tenure.session}
         try:
-            call = self._client.stream("POST", "/generate", content=await _body(request), headers=headers)
+            call = http.stream("POST", "/generate", content=await _body(request), headers=headers)
             async with call as answer:
                 if answer.status_code != 200:
                     raise self._refused(tenure, answer.status_code, (await answer.aread()).decode(errors="replace"))

@@ -9,14 +9,14 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Self, TypeVar
 
 import httpx
 
 from venusrl.core.calls import client
 from venusrl.core.clock import Clock, WallClock
-from venusrl.core.errors import ContractError, VenusError, WorkerError, WorkerLost
+from venusrl.core.errors import ConfigError, ContractError, VenusError, WorkerError, WorkerLost
 from venusrl.rollout.remote.answers import error_of
 from venusrl.rollout.remote.lease import Held
 from venusrl.rollout.remote.link import Link, State
@@ -81,8 +81,19 @@ class Presence:
       ended: a defect that ended the watch over it; it does not come back then, and `failure` says so.
     """
 
-    def __init__(self, address: str, run: str, key: str, reconnect_s: float, max_length: int, clock: Clock | None):
+    def __init__(
+        self,
+        address: str,
+        run: str,
+        key: str,
+        reconnect_s: float,
+        max_length: int,
+        clock: Clock | None,
+        model: Mapping[str, Any] | None = None,
+    ):
         """See RemoteWorker."""
+        self._model = dict(model or {})
+        self._their_model: Mapping[str, Any] = {}
         self.address = self.name = address
         self.max_length = max_length
         self.slots = self.kv_tokens = 0
@@ -392,6 +403,7 @@ class Presence:
             self._tenure = Tenure(session if self._run else "", asyncio.get_running_loop().create_future())
             self._tenure.version = info.version
             self.slots, self.max_length, self.kv_tokens = info.slots, info.max_length, info.kv_tokens
+            self._their_model = info.model
             self._met.set()
         elif settled and self._tenure.settled and self._run and info.weights_of != session:
             return self._link.lost("it has weights that this run did not give it")
@@ -426,6 +438,14 @@ class Presence:
                 f"worker {self.name} takes sequences of {self.max_length} tokens, this run has "
                 f"{self._needed_length}; start it with the same rollout.max_length"
             )
+        ours, theirs = self._model, self._their_model
+        differ = [
+            f"{name}={theirs[name]!r} (here {ours[name]!r})"
+            for name in ours
+            if theirs.get(name, ours[name]) != ours[name]
+        ]
+        if differ:
+            raise ConfigError(f"worker {self.name} has another model: {', '.join(differ)}; start it with this one")
         self.max_length = self._needed_length or self.max_length
         if self.welcome is not None:
             await self.welcome(self)

@@ -19,7 +19,7 @@ everybody else is refused with 409; without a lease, callers without a session a
 import asyncio
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
@@ -34,7 +34,7 @@ from venusrl.core.http import Gone, body_of
 from venusrl.observe.prometheus import exposition
 from venusrl.rollout.remote.answers import answer, status_of
 from venusrl.rollout.remote.lease import Held, Lease
-from venusrl.rollout.remote.streams import LONGEST_BODY, Generate
+from venusrl.rollout.remote.streams import Generate
 from venusrl.rollout.remote.wire import (
     BEAT_S,
     SESSION_HEADER,
@@ -47,6 +47,8 @@ from venusrl.rollout.remote.wire import (
 )
 from venusrl.rollout.worker import LOAD_DESCRIPTIONS, Worker, again
 
+SMALL_BODY = 64 * 2**10  # bytes of a request that names one trajectory, or a run
+ORDERS_BODY = 4 * 2**20  # bytes of one that has orders for many
 LARGEST_BODY = 1 << 40  # bytes of KV or weights where `worker_app` is told no bound
 NOBODY = ""  # the session of a caller without one
 FIRST = "first"  # of the weights that the process began with; they are everybody's
@@ -61,6 +63,7 @@ class Codec:
         message the worker cannot take, its `import_kv` refuses.
       read_weights: from the bytes of a safetensors file to what `update_weights` takes.
       most_kv, most_weights: bytes that such a message has at most.
+      model: what of the model no weights tell, by name: a run with another is refused.
     """
 
     unpack_kv: Callable[[bytes], Any]
@@ -68,6 +71,7 @@ class Codec:
     read_weights: Callable[[bytes], Any]
     most_kv: int = LARGEST_BODY
     most_weights: int = LARGEST_BODY
+    model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def worker_app(worker: Worker, codec: Codec, clock: Clock | None = None, beat_s: float = BEAT_S) -> Starlette:
@@ -101,7 +105,7 @@ class _Door:
             Route("/release", self._release, methods=["POST"]),
             Route("/kv/{trajectory:path}", self._export_kv),
             Route("/kv", self._import_kv, methods=["PUT"]),
-            Route("/weights/{version:int}", self._update, methods=["PUT"]),
+            Route("/weights/{version}", self._update, methods=["PUT"]),
             Route("/reset", self._reset, methods=["POST"]),
             Route("/load", self._load),
             Route("/info", self._info),
@@ -112,7 +116,7 @@ class _Door:
     # Whose it is
 
     async def _claim(self, http: HttpRequest) -> Response:
-        body = parse(ClaimBody, await body_of(http, LONGEST_BODY))
+        body = parse(ClaimBody, await body_of(http, SMALL_BODY))
         if self._worker.failure is not None:
             raise again(self._worker.failure)
         if self._lease.claim(self._clock.now(), body.run, body.process, body.session, body.start, body.first):
@@ -135,8 +139,10 @@ class _Door:
     # Requests
 
     async def _body(self, http: HttpRequest, kind: type[Body]) -> Any:
-        body = parse(kind, await body_of(http, LONGEST_BODY))
         self._check(http)
+        data = await body_of(http, ORDERS_BODY if kind in (PrioritiseBody, ReleaseBody) else SMALL_BODY)
+        body = await asyncio.to_thread(parse, kind, data) if len(data) > SMALL_BODY else parse(kind, data)
+        self._check(http)  # the worker may have changed hands meanwhile
         return body
 
     async def _cancel(self, http: HttpRequest) -> Response:
@@ -176,9 +182,10 @@ class _Door:
 
     async def _update(self, http: HttpRequest) -> Response:
         self._check(http)
-        version, session = http.path_params["version"], _session(http)
-        if version >= 2**31:
-            raise ContractError(f"version {version} is no int32")
+        said, session = http.path_params["version"], _session(http)
+        if not (said.isascii() and said.isdigit() and len(said) <= 10 and int(said) < 2**31):
+            raise ContractError(f"version {said[:20]!r} is no int32; give a whole number, 0 or more")
+        version = int(said)
         params = await asyncio.to_thread(self._codec.read_weights, await body_of(http, self._codec.most_weights))
         async with self._updating:
             self._check(http)  # the worker may have changed hands meanwhile
@@ -206,6 +213,7 @@ class _Door:
         worker, load = self._worker, dataclasses.asdict(self._worker.load())
         return {
             "name": worker.name,
+            "model": dict(self._codec.model),
             "slots": worker.slots,
             "max_length": worker.max_length,
             "kv_tokens": worker.kv_tokens,

@@ -114,8 +114,9 @@ class Generate:
         if failure is not None:
             status = status_of(failure)
             await line({**told(status, failure), "status": status})
-        if begun:
-            await send({"type": "http.response.body", "body": b""})
+        if not begun:
+            return await answer(499, "the request was cancelled before it began")(scope, receive, send)
+        await send({"type": "http.response.body", "body": b""})
 
 
 async def _parsed(data: bytes) -> GenerateBody:

@@ -105,6 +105,7 @@ class Description(Answer):
     instance: str
     weights_of: str | None = None
     load: dict[str, int | float]
+    model: dict[str, Any] = {}
 
 
 class Applied(Answer):
