@@ -294,7 +294,7 @@ class Rollout:
     @property
     def failure(self) -> WorkerError | None:
         """What ended the last worker; None while one works, or may come back."""
-        failures = [None if isinstance(worker, RemoteWorker) else worker.failure for worker in self.workers]
+        failures = [w.ended if isinstance(w, RemoteWorker) else w.failure for w in self.workers]
         return None if None in failures else failures[-1]
 
 

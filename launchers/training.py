@@ -30,7 +30,7 @@ from venusrl.observe.trace import Trace
 from venusrl.rollout.evaluation import evaluate
 from venusrl.rollout.worker import total
 
-JOIN_S = 5.0  # in which workers in other processes join at the start; then the run says that it waits for them
+JOIN_S = 5.0  # in which workers in other processes join at the start; then the run says that it waits, and looks anew
 
 
 @dataclasses.dataclass
@@ -111,6 +111,7 @@ class TrainingRun:
             self.progress.line(f"going on from update {resumed}")
         self._rollout: system.Rollout | None = None
         self._stop_event: asyncio.Event | None = None
+        self._watch: asyncio.Task | None = None  # see _watch_workers
         self._updating = asyncio.Lock()  # while the learner is ahead of the coordinator: nothing can be saved
 
     @property
@@ -130,7 +131,7 @@ class TrainingRun:
             name = run_id(self.workdir)
             async with system.open_rollout(self.config, self.model, params, self.step, trace, name) as rollout:
                 self._rollout = rollout
-                watch = asyncio.create_task(self._watch_workers())
+                self._watch = asyncio.create_task(self._watch_workers())
                 try:
                     if not self.heldout:
                         await self._evaluate()
@@ -139,8 +140,11 @@ class TrainingRun:
                         await self._evaluate()
                     self._save(final=True)
                 finally:
-                    watch.cancel()
+                    self._watch.cancel()
+                    await asyncio.wait({self._watch})
                     self._close()
+                if (error := self._watch_error()) is not None:
+                    raise error
         self.progress.show(summary_table(f"VenusRL on {jax.devices()[0].platform}", self.summary()))
 
     def stop(self) -> None:
@@ -175,7 +179,11 @@ class TrainingRun:
         self.clocks.off()
 
     async def _watch_workers(self) -> None:
-        """Where the last worker is gone: says so, and saves what there is. Requests wait in the service."""
+        """Where the last worker is gone: says so, and saves what there is. Requests wait in the service.
+
+        Raises:
+          WorkerError: none will come back.
+        """
         service = self._rollout.service
         if not self.config.rollout.addresses:
             return  # engines in this process do not come back; see Rollout.failure
@@ -184,12 +192,23 @@ class TrainingRun:
                 await service.wait_for_workers(some=True)
         while True:
             await service.wait_for_workers(some=False)
+            if self._rollout.failure is not None:
+                raise self._rollout.failure
             where = ", ".join(worker.name for worker in self._rollout.workers)
             self.progress.line(f"no worker answers ({where}): the run waits, and goes on when one is back")
             async with self._updating:
                 self._save()
-            await service.wait_for_workers(some=True)
+            await self._until_a_worker_is_there()
             self.progress.line("a worker is there: the run goes on")
+
+    async def _until_a_worker_is_there(self) -> None:
+        """Raises WorkerError where none will come back."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(JOIN_S):
+                    return await self._rollout.service.wait_for_workers(some=True)
+            if self._rollout.failure is not None:
+                raise self._rollout.failure
 
     def _open_groups(self) -> None:
         for group in self.coordinator.admit():
@@ -233,16 +252,28 @@ class TrainingRun:
             )
 
     async def _unless_stopped(self, call: Coroutine):
-        """The result of `call`; None, with `call` cancelled, where somebody asks to stop first."""
+        """The result of `call`; None, with `call` cancelled, where somebody asks to stop first.
+
+        Raises what ended the watch over the workers, where that comes first.
+        """
         task = asyncio.ensure_future(call)
         stop = asyncio.ensure_future(self._stop_event.wait())
-        await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+        while not (task.done() or stop.done() or self._watch_error()):
+            waits = {task, stop} if self._watch.done() else {task, stop, self._watch}
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
         if task.done():
             return task.result()
         task.cancel()
         await asyncio.wait({task})
+        if (error := self._watch_error()) is not None:
+            raise error
         return None
+
+    def _watch_error(self) -> BaseException | None:
+        """What ended the watch over the workers; None while it goes on, and where it has nothing to do."""
+        watch = self._watch
+        return watch.exception() if watch.done() and not watch.cancelled() else None
 
     async def _update(self, batch: Batch, mark: float) -> bool:
         waited = time.monotonic() - mark

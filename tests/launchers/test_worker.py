@@ -139,6 +139,37 @@ def test_a_run_that_waits_for_a_worker_stops_at_once(processes):
     assert time.monotonic() - began < 10 and "Traceback" not in processes.said("run")
 
 
+@pytest.mark.parametrize("how", ["the watch fails", "the client of the last worker fails"])
+def test_a_run_whose_watch_over_its_workers_ends_by_a_defect_ends_with_it(tmp_path, checkpoint, how):
+    """Nobody looked at the task: the run waited for ever, and said nothing."""
+    broken = {
+        "the watch fails": ("launchers.training", "TrainingRun", "_watch_workers"),
+        "the client of the last worker fails": ("venusrl.rollout.remote.presence", "Presence", "_watch"),
+    }
+    module, kind, method = broken[how]
+    patched = (
+        f"import asyncio\nfrom {module} import {kind}\n"
+        "from launchers import training\n"
+        "training.JOIN_S = 0.5\n"
+        "async def broken(self):\n"
+        "    await asyncio.sleep(1.5)\n"
+        "    raise OSError('a defect of the watch')\n"
+        f"{kind}.{method} = broken\n"
+        "from launchers import program, train\n"
+        "program.run(train.main)\n"
+    )
+    command = programs.command(tmp_path / "run", checkpoint, rollout__addresses=(address(free_port()),))
+    at = command.index("launchers.train")
+    ended = subprocess.run(
+        [*command[: at - 1], "-c", patched, *command[at + 1 :]],
+        cwd=programs.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert ended.returncode == 1 and "a defect of the watch" in ended.stderr.splitlines()[-1], ended.stderr
+
+
 def test_a_port_that_is_taken_is_told(checkpoint):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -82,10 +82,11 @@ async def test_a_call_that_fails_in_the_midst_of_a_change_ends_the_worker(weight
     worker = JaxWorker("w", tiny.engine(weights))
     await worker.start()
     broken = {"bring": (worker._engine._kv.tree, "insert"), "reset": (worker._engine._kv, "drop")}[what]
-    monkeypatch.setattr(*broken, fails(KeyError("half changed")))
-    call = worker.import_kv(prefix) if what == "bring" else worker.reset()
-    with pytest.raises(WorkerError, match="half changed"):
-        await asyncio.wait_for(call, SECONDS)
+    with monkeypatch.context() as patched:
+        patched.setattr(*broken, fails(KeyError("half changed")))
+        call = worker.import_kv(prefix) if what == "bring" else worker.reset()
+        with pytest.raises(WorkerError, match="half changed"):
+            await asyncio.wait_for(call, SECONDS)
     with pytest.raises(WorkerError, match="half changed"):
         await turn(worker, "a")
     with pytest.raises(WorkerError, match="half changed"):

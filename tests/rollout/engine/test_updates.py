@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 
 import jax
 import pytest
@@ -96,6 +97,33 @@ async def test_weights_of_another_model_are_refused_and_the_worker_goes_on(weigh
                 await worker.update_weights(other, 1)
         assert (await collect(worker, ask("t", tiny.tokens(0, 4), 5))).versions == [0] * 5
     await worker.close()
+
+
+@pytest.mark.parametrize("what", ["a request", "close"])
+async def test_what_is_asked_for_while_an_idle_worker_takes_weights_is_not_forgotten(weights, newer, what):
+    """It waited until somebody asked for something else."""
+    worker = await started(weights)
+    take, entered, go_on = worker._engine.set_weights, threading.Event(), threading.Event()
+
+    def slow(*args):
+        entered.set()
+        assert go_on.wait(SECONDS)
+        take(*args)
+
+    worker._engine.set_weights = slow
+    update = asyncio.create_task(worker.update_weights(newer, 1))
+    await asyncio.to_thread(entered.wait, SECONDS)
+    asked = collect(worker, ask("t", tiny.tokens(0, 4), 5)) if what == "a request" else worker.close()
+    waiting = asyncio.create_task(asked)
+    await asyncio.sleep(0)
+    go_on.set()
+    async with asyncio.timeout(10):
+        await waiting
+        if what == "a request":
+            await update
+            await worker.close()
+    update.cancel()
+    await asyncio.wait({update})
 
 
 @pytest.mark.parametrize("on_update", ["recompute", "drain"])

@@ -298,7 +298,7 @@ async def test_a_worker_behind_its_door_takes_who_has_the_key_and_no_web_page(pa
     try:
         await client.start()
         assert await collect(client, Request("t", [5, 6, 7], 4))
-        with pytest.raises(WorkerError, match="needs its key, as `Authorization"):
+        with pytest.raises(WorkerError, match=r"worker \S+: this service needs its key, as `Authorization"):
             await stranger.start(patient=False)
         async with httpx.AsyncClient(base_url=address, headers={"authorization": f"Bearer {key}"}) as http:
             assert (await http.get("/info")).is_success

@@ -208,13 +208,13 @@ class JaxWorker:
         failure = WorkerError(f"worker {self.name} was closed")
         try:
             while not self._closed:
+                self._wake.clear()  # before: what is asked for while the rest is carried out wakes it again
                 asked, self._asked = self._asked, []
                 for act in asked:
                     waiting = act()
                     if waiting is not None:
                         await waiting
                 if not self._engine.busy:
-                    self._wake.clear()
                     await self._wake.wait()
                     continue
                 chunks = await loop.run_in_executor(self._thread, self._engine.step)
