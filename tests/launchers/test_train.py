@@ -239,7 +239,7 @@ def test_stale_groups_survive_a_kill(checkpoint, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def mistakes(checkpoint, finished, tmp_path_factory):
+def mistakes(checkpoint, finished, forked, tmp_path_factory):
     """Exit code and output of programs that are started wrongly, all at once."""
     folder = tmp_path_factory.mktemp("mistakes")
     damaged, cut = folder / "damaged", folder / "cut"
@@ -257,28 +257,32 @@ def mistakes(checkpoint, finished, tmp_path_factory):
         if state is not None:
             del state["coordinator"]["cursor"]
             extra.write_text(json.dumps(state))
-    started = {
+    started = {  # those that read a model or a checkpoint, which a forked process cannot
         "missing": programs.start(folder / "a", folder / "nowhere"),
         "damaged": programs.start(folder / "b", damaged),
         "cut": programs.start(folder / "c", cut),
-        "unknown field": programs.start(folder / "d", checkpoint, learner__learning_rat=1),
-        "other seed": programs.start(folder / "other-seed", checkpoint, seed=5),
-        "other tasks": programs.start(folder / "other-tasks", checkpoint, env__max_turns=3),
-        "no config": programs.start(folder / "g", checkpoint, config="configs/nope.py"),
-        "idle switch": programs.start(folder / "h", checkpoint, scheduler__name="slime", scheduler__residency=False),
-        "unknown tasks": programs.start(folder / "e", checkpoint, env__name="chess"),
-        "bad value": programs.start(folder / "f", checkpoint, rollout__temperature=-0.5),
-        "empty workdir": programs.start("", checkpoint),
-        "file as workdir": programs.start(damaged / "model.safetensors", checkpoint),
-        "below a file": programs.start(damaged / "model.safetensors" / "run", checkpoint),
-        "cut config": programs.start(folder / "cut-config", checkpoint),
         "other state": programs.start(folder / "other-state", checkpoint),
-        "removed field": programs.start(folder / "i", checkpoint, rollout__keep_kv=True),
-        "supervised": programs.start(folder / "j", checkpoint, learner__objective="sft"),
-        "none of a thousand": programs.start(folder / "k", checkpoint, eval__tasks=1000),
-        "negative keep": programs.start(folder / "l", checkpoint, checkpoint__keep=-1),
     }
-    return {name: (*p.communicate(timeout=120), p.returncode)[::2] for name, p in started.items()}
+    cases = {
+        "unknown field": programs.command(folder / "d", checkpoint, learner__learning_rat=1),
+        "other seed": programs.command(folder / "other-seed", checkpoint, seed=5),
+        "other tasks": programs.command(folder / "other-tasks", checkpoint, env__max_turns=3),
+        "no config": programs.command(folder / "g", checkpoint, config="configs/nope.py"),
+        "idle switch": programs.command(folder / "h", checkpoint, scheduler__name="slime", scheduler__residency=False),
+        "unknown tasks": programs.command(folder / "e", checkpoint, env__name="chess"),
+        "bad value": programs.command(folder / "f", checkpoint, rollout__temperature=-0.5),
+        "empty workdir": programs.command("", checkpoint),
+        "file as workdir": programs.command(damaged / "model.safetensors", checkpoint),
+        "below a file": programs.command(damaged / "model.safetensors" / "run", checkpoint),
+        "cut config": programs.command(folder / "cut-config", checkpoint),
+        "removed field": programs.command(folder / "i", checkpoint, rollout__keep_kv=True),
+        "supervised": programs.command(folder / "j", checkpoint, learner__objective="sft"),
+        "none of a thousand": programs.command(folder / "k", checkpoint, eval__tasks=1000),
+        "negative keep": programs.command(folder / "l", checkpoint, checkpoint__keep=-1),
+    }
+    answers = forked.run_all([("launchers.train", command[3:]) for command in cases.values()])
+    ended = {name: (*p.communicate(timeout=120), p.returncode)[::2] for name, p in started.items()}
+    return ended | {name: (output, code) for name, (code, output) in zip(cases, answers, strict=True)}
 
 
 @pytest.mark.parametrize(
@@ -417,7 +421,7 @@ def test_a_run_of_an_older_release_goes_on(checkpoint, tmp_path, finished):
     assert programs.steps(again) == list(range(1, STEPS + 2))
 
 
-def test_an_evaluation_that_is_asked_for_wrongly_is_one_line(finished, tmp_path):
+def test_an_evaluation_that_is_asked_for_wrongly_is_one_line(finished, forked, tmp_path):
     shutil.copytree(finished[0], tmp_path / "damaged")
     for step in (tmp_path / "damaged" / "checkpoints").iterdir():
         for file in step.rglob("*"):
@@ -426,16 +430,11 @@ def test_an_evaluation_that_is_asked_for_wrongly_is_one_line(finished, tmp_path)
     cases = {
         (f"--workdir={finished[0]}", "--tasks=1000"): "--tasks=1000 is above the 512 held-out tasks",
         (f"--workdir={finished[0]}", "--temperature=-1"): "--temperature=-1.0: give a finite number",
-        (f"--workdir={tmp_path / 'damaged'}", "--tasks=1"): "can be read",
     }
-    command = [sys.executable, "-m", "launchers.evaluate"]
-    started = [
-        subprocess.Popen(
-            [*command, *case], cwd=programs.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for case in cases
-    ]
-    for process, (case, words) in zip(started, cases.items(), strict=True):
-        output, _ = process.communicate(timeout=120)
-        last = output.strip().splitlines()[-1]
-        assert process.returncode == 1 and words in last and "Traceback" not in output, f"{case}: {output}"
+    answers = forked.run_all([("launchers.evaluate", list(case)) for case in cases], processes=1)
+    for (case, words), (code, output) in zip(cases.items(), answers, strict=True):
+        assert code == 1 and words in output and output.count("\n") == 1, f"{case}: {output}"
+    command = [sys.executable, "-m", "launchers.evaluate", f"--workdir={tmp_path / 'damaged'}", "--tasks=1"]
+    done = subprocess.run(command, cwd=programs.ROOT, capture_output=True, text=True, timeout=120)
+    said = done.stdout + done.stderr
+    assert done.returncode == 1 and "can be read" in said.strip().splitlines()[-1] and "Traceback" not in said, said
