@@ -9,7 +9,7 @@ from absl import logging
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from venusrl.core.errors import ConfigError, ContractError, VenusError
+from venusrl.core.errors import CheckpointError, ConfigError, ContractError, VenusError
 
 END_OF_TEXT = "<|endoftext|>"
 IM_START = "<|im_start|>"
@@ -60,7 +60,7 @@ class reading:
         pass
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None or issubclass(kind, ConfigError):
+        if kind is None or issubclass(kind, (ConfigError, CheckpointError)):
             return
         if issubclass(kind, Exception) or kind.__name__ == "PanicException":
             said = " ".join(str(error).split())[:300]
