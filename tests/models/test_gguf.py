@@ -68,13 +68,14 @@ def _add(writer, key, value):
         float: writer.add_float32,
         str: writer.add_string,
         list: writer.add_array,
+        np.int32: writer.add_int32,
     }
     add[type(value)](key, value)
 
 
-def write(path, c, tensors, quantised=(), pre="smollm", tokens=None, general=None, **metadata):
+def write(path, c, tensors, quantised=(), pre="smollm", tokens=None, general=None, replaced=None, **metadata):
     """A file with the shape `c`; `metadata` replaces keys of the architecture (dots as double underscores), `general`
-    has whole keys."""
+    has whole keys, and `replaced` those that stand for what is written otherwise (an np.int32 is a signed number)."""
     arch = "qwen3" if c.qk_norm else "qwen2" if c.attention_bias else "llama"
     writer = gguf.GGUFWriter(path, arch)
     values = {
@@ -101,6 +102,10 @@ def write(path, c, tensors, quantised=(), pre="smollm", tokens=None, general=Non
     writer.add_token_types([3] * 3 + [1] * (c.vocab_size - 3))
     writer.add_token_merges(merges)
     writer.add_chat_template("{{ messages }}")
+    for key, value in (replaced or {}).items():
+        for part in writer.kv_data:
+            part.pop(key, None)
+        _add(writer, key, value)
     for name, tensor in tensors.items():
         if name in quantised:
             kind = gguf.GGMLQuantizationType.Q8_0
@@ -251,7 +256,7 @@ def test_a_value_that_all_layers_share_may_be_a_list(tmp_path):
         (dict(rope__scaling__factor=4.0), r"llama\.rope\.scaling\.factor=4\.0"),
         (dict(rope__scaling__yarn_beta_fast=4.0), r"llama\.rope\.scaling\.yarn_beta_fast=4\.0: unknown"),
         (dict(attention__sliding_window=512), r"llama\.attention\.sliding_window=512"),
-        (dict(embedding_length="wide"), r"llama\.embedding_length=wide: a positive whole number"),
+        (dict(embedding_length="wide"), r"llama\.embedding_length='wide': a positive whole number"),
         (dict(block_count=0), r"llama\.block_count=0: a positive whole number"),
         (dict(rope__freq_base="x"), r"llama\.rope\.freq_base='x'.*floating-point"),
         (dict(expert_count=8), r"llama\.expert_count=8"),
@@ -287,6 +292,85 @@ def test_settings_of_the_tokenizer_that_change_tokens_are_refused(tmp_path, name
         file.tokenizer()
 
 
+def all_of(path) -> None:
+    """Reads everything that a start reads."""
+    file = GgufFile(path)
+    file.params(file.config())
+    file.files(file.tokenizer())
+
+
+_IDS = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "bos", "padding", "unknown")]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, value) for key in _IDS for value in ("a", 1.5, [1, 2], True)),
+        *(("split.count", value) for value in ("a", [1, 2])),
+        *(("general.architecture", value) for value in (5, [1])),
+        *(("general.type", value) for value in (5, [1])),
+        *(("tokenizer.ggml.tokens", value) for value in (5, "abc", [1, 2])),
+        *(("tokenizer.ggml.merges", value) for value in ("abc", [1, 2])),
+        *(("tokenizer.ggml.token_type", value) for value in ("abc", 1, ["a"])),
+        *(("tokenizer.ggml.model", value) for value in (5, ["gpt2"])),
+        *(("tokenizer.ggml.pre", value) for value in (5, ["smollm"])),
+        *(("tokenizer.ggml.add_bos_token", value) for value in (5, "yes")),
+        *(("tokenizer.chat_template", value) for value in (5, [1], True)),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_its_key(tmp_path, key, value):
+    path = write(tmp_path / "m.gguf", LLAMA, make_tensors(LLAMA), replaced={key: value})
+    with pytest.raises(CheckpointError, match=f"{key}=.* is needed"):
+        all_of(path)
+
+
+@pytest.mark.parametrize("key", _IDS)
+@pytest.mark.parametrize("value", [np.int32(-1), np.int32(-5), 272, 2**32 - 1])
+def test_an_id_that_is_no_token_is_refused_by_its_key(tmp_path, key, value):
+    path = write(tmp_path / "m.gguf", LLAMA, make_tensors(LLAMA), replaced={key: value})
+    with pytest.raises(CheckpointError, match=f"{key}={value} is no token; ids are 0 to 271"):
+        all_of(path)
+
+
+@pytest.mark.parametrize("merges", [["ab"], ["a zz"], ["zz a"], [""]])
+def test_merges_of_no_tokens_are_refused(tmp_path, merges):
+    path = write(tmp_path / "m.gguf", LLAMA, {}, replaced={"tokenizer.ggml.merges": merges})
+    with pytest.raises(CheckpointError, match="merges are no tokenizer"):
+        GgufFile(path).tokenizer()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("vocab_size", 99, "vocab_size=99, but there are 272 tokens"),
+        ("vocab_size", "x", "vocab_size='x': a positive whole number"),
+        ("block_count", 2**31, "block_count=2147483648: at most 1000 is believed"),
+        ("block_count", 1001, "block_count=1001: at most 1000 is believed"),
+        ("block_count", [1001, 1001], "at most 1000 is believed"),
+        ("context_length", 2**32 - 1, "context_length=4294967295: at most 2147483647 is believed"),
+        ("embedding_length", 2**31, "at most 2147483647 is believed"),
+        ("attention.head_count", [["a"]], "a positive whole number"),
+        ("attention.head_count", [-1, -1], "a positive whole number"),
+        ("attention.head_count", ["4", "4"], "a positive whole number"),
+        ("attention.layer_norm_rms_epsilon", 1e30, "1 are believed"),
+        ("rope.freq_base", 1e30, "are believed"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused(tmp_path, key, value, said):
+    replaced = {f"llama.{key}": np.int32(value) if isinstance(value, int) and value < 0 else value}
+    with pytest.raises(CheckpointError, match=said):
+        all_of(write(tmp_path / "m.gguf", LLAMA, {}, replaced=replaced))
+
+
+@pytest.mark.parametrize("text", [b"gpt2", b"smollm", b"llama", b"{{ messages }}", b"<filler1>", b"he ll"])
+def test_bytes_that_are_no_text_are_refused(tmp_path, text):
+    path = write(tmp_path / "m.gguf", LLAMA, make_tensors(LLAMA))
+    data = path.read_bytes()
+    path.write_bytes(data.replace(text, b"\xff" * len(text)))
+    with pytest.raises(CheckpointError):
+        all_of(path)
+
+
 def test_ends_of_a_reply_come_from_the_metadata(tmp_path):
     special = {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 0, "tokenizer.ggml.bos_token_id": 1}
     file = GgufFile(write(tmp_path / "m.gguf", LLAMA, {}, general=special | {"tokenizer.ggml.add_bos_token": True}))
@@ -296,7 +380,7 @@ def test_ends_of_a_reply_come_from_the_metadata(tmp_path):
     no_bos = GgufFile(write(tmp_path / "o.gguf", LLAMA, {}, general={"tokenizer.ggml.add_bos_token": True}))
     with pytest.raises(CheckpointError, match="no bos_token_id"):
         no_bos.files(no_bos.tokenizer())
-    with pytest.raises(CheckpointError, match="is not below 272"):
+    with pytest.raises(CheckpointError, match="eos_token_id=999 is no token; ids are 0 to 271"):
         GgufFile(write(tmp_path / "n.gguf", LLAMA, {}, general={"tokenizer.ggml.eos_token_id": 999})).tokenizer()
 
 

@@ -309,3 +309,32 @@ def test_any_content_is_read_or_refused_in_one_line(tmp_path_factory, change):
         assert (frequencies >= 0).all() and np.isfinite(frequencies).all()
     except CheckpointError as error:
         assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("value", [10**400, 1e308], ids=["400 digits", "1e308"])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("rope_theta", lambda n: {"rope_theta": n}),
+        ("rms_norm_eps", lambda n: {"rms_norm_eps": n}),
+        ("rope_parameters.rope_theta", lambda n: {"rope_theta": REMOVED, "rope_parameters": {"rope_theta": n}}),
+        ("rope_scaling.factor", lambda n: {"rope_scaling": {"rope_type": "linear", "factor": n}}),
+        ("rope_scaling.factor", lambda n: {"rope_scaling": YARN | {"factor": n}}),
+        ("rope_scaling.attention_factor", lambda n: {"rope_scaling": YARN | {"attention_factor": n}}),
+        ("rope_scaling.mscale", lambda n: {"rope_scaling": YARN | {"mscale": n}}),
+        (
+            "rope_scaling.low_freq_factor",
+            lambda n: {"rope_scaling": {"rope_type": "llama3", **LLAMA3, **{"low_freq_factor": n}}},
+        ),
+        ("vocab_size", lambda n: {"vocab_size": n}),
+        ("max_position_embeddings", lambda n: {"max_position_embeddings": n}),
+    ],
+)
+def test_numbers_that_no_model_has_are_refused_by_their_key(tmp_path, name, change, value):
+    with pytest.raises(CheckpointError, match=f"{name}=.* is believed"):
+        read(tmp_path, change(value))
+
+
+def test_a_factor_that_reaches_beyond_all_positions_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"factor=100000.0: sequences of 3276800000 tokens"):
+        read(tmp_path, {"rope_scaling": YARN | {"factor": 1e5}})

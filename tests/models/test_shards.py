@@ -2,6 +2,9 @@
 
 import json
 import logging
+import os
+import re
+import socket
 
 import chex
 import numpy as np
@@ -150,3 +153,54 @@ def test_nothing_is_read_before_all_names_and_shapes_fit(folder, config, tensors
     save_file(tensors, folder / "model.safetensors")
     monkeypatch.setattr(shards, "tensors", lambda files: pytest.fail("read"))
     assert NAME in refused(folder, config)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("model-00001-of-99999999999.safetensors", r"parts \[2, 3, 4, 5, 6, 7, 8, 9\] of 99999999999 .* missing"),
+        ("model-00000-of-00001.safetensors", r"parts \[0\] of 1 cannot be"),
+        ("model-00003-of-00001.safetensors", r"parts \[3\] of 1 cannot be"),
+    ],
+)
+def test_the_number_in_a_name_is_not_counted_up_to(folder, config, tensors, name, said):
+    save_file(tensors, folder / name)
+    assert re.search(said, refused(folder, config))
+
+
+def not_a_file(path, kind):
+    """Puts what would be waited for, or read without an end, at `path`."""
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "socket":
+        here = os.getcwd()
+        os.chdir(path.parent)  # a socket's address is at most 108 bytes
+        try:
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(path.name)
+        finally:
+            os.chdir(here)
+    else:
+        path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "socket", "device"])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", shards.INDEX])
+def test_what_is_no_file_is_not_waited_for(folder, config, tensors, name, kind):
+    save_file(tensors, folder / "model.safetensors")
+    (folder / name).unlink(missing_ok=True)
+    not_a_file(folder / name, kind)
+    assert f"{name} is no file" in refused(folder, config)
+
+
+def test_names_come_in_the_order_of_the_layers_each_time(config, tensors):
+    strange = {f"model.layers.{i}.strange": np.zeros(1, np.float32) for i in (10, 9, 2, 0)}
+    said = {}
+    for order in (list(strange), list(reversed(strange))):
+        with pytest.raises(CheckpointError) as caught:
+            hf.from_hf(tensors | {name: strange[name] for name in order}, config)
+        said[str(caught.value)] = None
+    [only] = said
+    assert only.index("layers.0.s") < only.index("layers.2.s") < only.index("layers.9.s") < only.index("layers.10.s")

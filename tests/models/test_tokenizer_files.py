@@ -1,6 +1,7 @@
 """The files beside tokenizer.json: what ends a reply, templates, special tokens, and contradictions."""
 
 import json
+import os
 
 import pytest
 from hypothesis import given, settings
@@ -61,6 +62,13 @@ def test_what_ends_a_reply_is_what_all_files_say(tmp_path):
         ({}, {"eos_token_id": 5000}, "eos_token_id=5000 is no token"),
         ({}, {"eos_token_id": "x"}, "eos_token_id='x' of config.json must be token ids"),
         (dict(generation_config={"eos_token_id": [-1]}), {}, r"eos_token_id=\[-1\] of generation_config.json must be"),
+        ({}, {"eos_token_id": 2**32}, "eos_token_id=4294967296 is no token"),
+        ({}, {"eos_token_id": [2**70]}, "eos_token_id=1180591620717411303424 is no token"),
+        (dict(generation_config={"eos_token_id": 10**400}), {}, "eos_token_id=a number of 1329 bits is no token"),
+        (dict(tokenizer_config={"eos_token": "\ud800"}), {}, "tokenizer_config.json cannot be read .*surrogates"),
+        (dict(special_tokens_map={"a": ["\udfff"]}), {}, "special_tokens_map.json cannot be read .*surrogates"),
+        (dict(tokenizer_config={"chat_template": [{"name": [], "template": "x"}]}), {}, "neither text nor a list"),
+        (dict(tokenizer_config={"chat_template": [{"name": {}, "template": {}}]}), {}, "neither text nor a list"),
         (dict(tokenizer_config={"eos_token": "</s>"}), {}, "eos_token='</s>' is no token"),
         (dict(special_tokens_map={"bos_token": {"content": "<s>"}}), {}, "bos_token='<s>' is no token"),
         (dict(tokenizer_config={"add_eos_token": True}), {}, "add_eos_token"),
@@ -301,3 +309,20 @@ def test_any_content_is_read_or_refused_in_one_line(tmp_path_factory, files, eos
         read(folder, {"eos_token_id": eos})
     except VenusError as error:
         assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "chat_template.jinja",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "generation_config.json",
+    ],
+)
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path, name):
+    write(tmp_path, backend())
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"{name} is no file"):
+        read(tmp_path)

@@ -1,24 +1,52 @@
 """JSON files of a model's folder: read whole, and looked up with a check of every value."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from venusrl.core.errors import CheckpointError
 
+LARGEST = 1e15  # no number of a model's files is larger; float32 holds its square
+
+
+def check_file(path: Path) -> None:
+    """Refuses what would be waited for, or read without an end: a FIFO, a socket, a device, a folder.
+
+    Raises:
+      CheckpointError: something is at `path`, and it is no regular file.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise CheckpointError(f"{path} is no file; put the model's own there")
+
+
+def read_text(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+      CheckpointError: no such file, no file, or no UTF-8.
+    """
+    check_file(path)
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"no {path.name} in {path.parent}; fix model.checkpoint, or copy the file too") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); copy it again") from error
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object that a JSON file holds.
 
     Raises:
-      CheckpointError: no such file, or it is not one JSON object.
+      CheckpointError: no such file, it is not one JSON object, or a text in it has half a character ("\\ud800").
     """
+    text = read_text(path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"no {path.name} in {path.parent}; fix model.checkpoint, or copy the file too") from error
-    except (OSError, ValueError, RecursionError) as error:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); copy it again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds {type(value).__name__}, not a JSON object; copy it again")
@@ -27,6 +55,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def short(value: Any) -> str:
     """A value for a message, cut where it is long."""
+    if isinstance(value, int) and value.bit_length() > 512:  # Python refuses to print some
+        return f"a number of {value.bit_length()} bits"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -44,13 +74,16 @@ class Fields:
     def has(self, key: str) -> bool:
         return self.raw.get(key) is not None
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0; `default`, if there is one, where the file has none."""
+    def number(self, key: str, default: float | None = None, most: float = LARGEST) -> float:
+        """A number above 0, at most `most`; `default`, if there is one, where the file has none."""
         value = self.raw.get(key)
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
             self.problem(key, "a positive number is needed")
+            return default or 1.0
+        if value > most:
+            self.problem(key, f"at most {most:g} is believed")
             return default or 1.0
         return float(value)
 

@@ -151,5 +151,7 @@ def _starts(name: str) -> list[int]:
 
 
 def _listed(items: list[str]) -> str:
+    """The first of them, in one order whatever order a file gives: numbers by their size, layer 9 before layer 10."""
+    items = sorted(items, key=lambda name: [part.zfill(20) if part.isdigit() else part for part in name.split(".")])
     more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
     return ", ".join(items[:SHOWN]) + more

@@ -19,7 +19,7 @@ from venusrl.core.errors import CheckpointError, ConfigError
 from venusrl.models import hf, hf_config
 from venusrl.models.config import ModelConfig
 from venusrl.models.gguf_metadata import Metadata
-from venusrl.models.tokenizer import Tokenizer
+from venusrl.models.tokenizer import Tokenizer, reading
 from venusrl.models.tokenizer_files import TokenizerFiles
 
 _INSTALL_READER = "pip install -r requirements-smollm2.txt"
@@ -99,7 +99,7 @@ class GgufFile:
         self._dequantize = gguf.quants.dequantize
         try:
             self._reader = gguf.GGUFReader(self.path)
-        except (OSError, ValueError, IndexError, KeyError) as error:
+        except Exception as error:
             raise CheckpointError(f"{path} is no readable GGUF file ({error}); copy or install it again") from error
         fields = {name: field.contents for name, field in self._reader.fields.items()}
         self._metadata = Metadata(self.path.name, fields)
@@ -145,6 +145,8 @@ class GgufFile:
                 continue
             try:
                 value = self._dequantize(tensor.data, tensor.tensor_type)
+            except ValueError as error:
+                raise CheckpointError(f"tensor {tensor.name} is damaged ({error}); copy the file again") from error
             except NotImplementedError as error:
                 raise CheckpointError(
                     f"tensor {tensor.name} has type {tensor.tensor_type.name}, which the package gguf cannot "
@@ -176,7 +178,8 @@ class GgufFile:
         if len(vocab) != len(tokens) or len(types) != len(tokens):
             raise CheckpointError(f"{self.path.name}: {len(tokens)} tokens, {len(vocab)} distinct, {len(types)} types")
         merges = [tuple(merge.split(" ", 1)) for merge in get("tokenizer.ggml.merges")]
-        backend = Backend(models.BPE(vocab=vocab, merges=merges))
+        with reading(f"{self.path.name}: tokenizer.ggml.tokens and merges are no tokenizer", CheckpointError):
+            backend = Backend(models.BPE(vocab=vocab, merges=merges))
         if pre == "qwen2":  # its tokenizer.json has it; the GGUF format has no place for it
             backend.normalizer = normalizers.NFC()
         backend.pre_tokenizer = _pre_tokenizer(pre)

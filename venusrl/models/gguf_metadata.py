@@ -12,6 +12,7 @@ import numpy as np
 
 from venusrl.core.errors import CheckpointError
 from venusrl.models.config import ModelConfig
+from venusrl.models.fields import LARGEST, short
 
 _BIAS = {"llama": "", "qwen2": "qkv", "qwen3": ""}  # architecture -> ModelConfig.attention_bias
 _USED = frozenset(
@@ -37,6 +38,47 @@ _FIXED: dict[str, tuple] = {  # key of the architecture -> what it has to be
 _TOKENIZER_USED = frozenset("model pre tokens token_type merges add_bos_token".split())
 _TOKENIZER_IRRELEVANT = frozenset("scores token_type_count".split())
 _TOKENIZER_OFF = frozenset("add_eos_token add_space_prefix add_sep_token remove_extra_whitespaces".split())
+_LAYERS = 1000  # most that are believed
+_LARGEST = 2**31 - 1  # of every other size
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _are(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # key -> (what is needed, whether a value is that)
+    "general.architecture": ("a text", _is_text),
+    "general.type": ("a text", _is_text),
+    "split.count": ("a whole number", _is_whole),
+    "tokenizer.chat_template": ("a text", _is_text),
+    "tokenizer.ggml.model": ("a text", _is_text),
+    "tokenizer.ggml.pre": ("a text", _is_text),
+    "tokenizer.ggml.tokens": ("a list of texts", _are(_is_text)),
+    "tokenizer.ggml.merges": ("a list of texts", _are(_is_text)),
+    "tokenizer.ggml.token_type": ("a list of whole numbers", _are(_is_whole)),
+}
+_ENDINGS = {  # of keys of the tokenizer -> the same
+    "_token_id": ("a whole number", _is_whole),
+    "_token": ("true or false", _is_flag),  # add_bos_token and the like
+}
+
+
+def _wanted(key: str) -> tuple[str, Callable[[Any], bool]] | None:
+    if key.startswith("tokenizer.ggml."):
+        return _TYPES.get(key) or next((wanted for end, wanted in _ENDINGS.items() if key.endswith(end)), None)
+    return _TYPES.get(key)
 
 
 class Metadata:
@@ -54,14 +96,21 @@ class Metadata:
         """The value of `key`.
 
         Raises:
-          CheckpointError: there is none, and no default.
+          CheckpointError: there is none, and no default; it cannot be read, or is of another type than its key's.
         """
         field = self._fields.get(key)
         if field is None:
             if default:
                 return default[0]
             raise CheckpointError(f"{self._file} lacks the metadata {key}; it is no model of a known kind")
-        return field()
+        try:
+            value = field()
+        except Exception as error:
+            raise CheckpointError(f"{self._file}: {key} cannot be read ({error}); copy the file again") from error
+        wanted = _wanted(key)
+        if wanted and not wanted[1](value):
+            raise CheckpointError(f"{self._file}: {key}={short(value)}: {wanted[0]} is needed; use a file of a model")
+        return value
 
     def config(self, tied: bool, dtype: str, remat: bool) -> ModelConfig:
         """The shape; see GgufFile.config."""
@@ -70,22 +119,24 @@ class Metadata:
             raise CheckpointError(f"{self._file} is of architecture {a!r}; {', '.join(map(repr, _BIAS))} can be read")
         problems = self._unsupported(a)
 
-        def one(key: str, *default: Any) -> Any:
+        def one(key: str, *default: Any, most: int = _LARGEST) -> int:
             """A value that all layers share."""
             value = self.get(f"{a}.{key}", *default)
-            if isinstance(value, list):
-                if len(set(value)) != 1:
-                    shown = f"{value[:8]}{'...' if len(value) > 8 else ''}"
-                    problems.append(f"{a}.{key}={shown}: layers that differ are not supported")
-                return value[0] if value else 1
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                problems.append(f"{a}.{key}={str(value)[:60]}: a positive whole number is needed")
+            values = value if isinstance(value, list) else [value]
+            if not values or not all(_is_whole(v) and v >= 1 for v in values):
+                problems.append(f"{a}.{key}={short(value)}: a positive whole number is needed")
                 return 1
-            return value
+            if len(set(values)) != 1:
+                shown = f"{values[:8]}{'...' if len(values) > 8 else ''}"
+                problems.append(f"{a}.{key}={shown}: layers that differ are not supported")
+            if max(values) > most:
+                problems.append(f"{a}.{key}={short(value)}: at most {most} is believed")
+                return 1
+            return values[0]
 
         heads, embed = one("attention.head_count"), one("embedding_length")
         kv_heads, mlp = one("attention.head_count_kv", heads), one("feed_forward_length")
-        layers, length = one("block_count"), one("context_length")
+        layers, length = one("block_count", most=_LAYERS), one("context_length")
         width = one("attention.key_length", max(embed // heads, 1))
         theta, eps = (
             self.get(f"{a}.{key}", *default)
@@ -93,15 +144,22 @@ class Metadata:
         )
         if not isinstance(theta, float) or not isinstance(eps, float):
             problems.append(f"{a}.rope.freq_base={theta!r} and the epsilon {eps!r} must be floating-point numbers")
+        elif theta > LARGEST or eps > 1.0:
+            problems.append(
+                f"{a}.rope.freq_base={theta!r} and the epsilon {eps!r}: at most {LARGEST:g} and 1 are believed"
+            )
         for key in ("attention.value_length", "rope.dimension_count"):
             if self.get(f"{a}.{key}", width) != width:
                 problems.append(
                     f"{a}.{key}={self.get(f'{a}.{key}')}, but heads are {width} wide; only equal ones are read"
                 )
+        vocab_size = len(self.get("tokenizer.ggml.tokens"))
+        if (said := one("vocab_size", max(vocab_size, 1))) != vocab_size:
+            problems.append(f"{a}.vocab_size={said}, but there are {vocab_size} tokens in tokenizer.ggml.tokens")
         if problems:
             raise CheckpointError(f"{self._file}: {'; '.join(problems)}; use a file of a supported model")
         return ModelConfig(
-            vocab_size=len(self.get("tokenizer.ggml.tokens")),
+            vocab_size=vocab_size,
             embed=embed,
             layers=layers,
             heads=heads,
@@ -162,26 +220,32 @@ class Metadata:
         Raises:
           CheckpointError: one is no token.
         """
-        ids = [self.get(f"tokenizer.ggml.{kind}_token_id", None) for kind in ("eos", "eot")]
-        found = tuple(dict.fromkeys(i for i in ids if i is not None))
-        count = len(self.get("tokenizer.ggml.tokens"))
-        if any(i >= count for i in found):
-            raise CheckpointError(
-                f"{self._file}: tokenizer.ggml.eos_token_id or eot_token_id {found} is not below {count}"
-            )
+        ids = [self._token_id(kind) for kind in ("eos", "eot")]
+        return tuple(dict.fromkeys(i for i in ids if i is not None))
+
+    def _token_id(self, kind: str) -> int | None:
+        """The id of a special token; None where the file names none.
+
+        Raises:
+          CheckpointError: it is no token.
+        """
+        key = f"tokenizer.ggml.{kind}_token_id"
+        found, count = self.get(key, None), len(self.get("tokenizer.ggml.tokens"))
+        if found is not None and not 0 <= found < count:
+            raise CheckpointError(f"{self._file}: {key}={found} is no token; ids are 0 to {count - 1}")
         return found
 
     def special_tokens(self) -> dict[str, str]:
         """Spelling of bos, eos, pad and unk; "" where there is none.
 
         Raises:
-          CheckpointError: a sequence is to begin with a bos, and there is none.
+          CheckpointError: one is no token; a sequence is to begin with a bos, and there is none.
         """
         tokens = self.get("tokenizer.ggml.tokens")
         found = {}
         for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
-            i = self.get(f"tokenizer.ggml.{key}_token_id", None)
-            found[name] = tokens[i] if i is not None and i < len(tokens) else ""
+            i = self._token_id(key)
+            found[name] = "" if i is None else tokens[i]
         if self.get("tokenizer.ggml.add_bos_token", False) and not found["bos"]:
             raise CheckpointError(f"{self._file}: tokenizer.ggml.add_bos_token=True, but there is no bos_token_id")
         return found

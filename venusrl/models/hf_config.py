@@ -130,7 +130,7 @@ def _shape(f: Fields) -> dict[str, Any]:
         mlp=f.integer("intermediate_size"),
         rope_theta=theta,
         rope_scaling=scaling,
-        norm_eps=f.number("rms_norm_eps", 1e-6),
+        norm_eps=f.number("rms_norm_eps", 1e-6, most=1.0),
         qk_norm=kind == "qwen3",
         attention_bias=bias,
         tied=f.flag("tie_word_embeddings"),

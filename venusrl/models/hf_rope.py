@@ -7,6 +7,8 @@ from venusrl.models.config import ModelConfig
 from venusrl.models.fields import Fields, short
 from venusrl.models.rope import LinearRope, Llama3Rope, RopeScaling, YarnRope, yarn_attention_factor
 
+_STRETCH = 1e6  # largest factor that is believed
+_LONGEST = 2**31 - 1  # tokens
 _KEYS = {  # rope_type -> what may stand beside it
     "default": (),
     "linear": ("factor", "original_max_position_embeddings"),
@@ -57,18 +59,20 @@ def read_rope(f: Fields, length: int) -> tuple[float, RopeScaling | None, int]:
     original = f.integer("original_max_position_embeddings", inner.integer("original_max_position_embeddings", length))
     try:
         if kind == "linear":
-            scaling = LinearRope(inner.number("factor"))
+            scaling = LinearRope(inner.number("factor", most=_STRETCH))
             reach = (
                 max(length, int(scaling.factor * original)) if "original_max_position_embeddings" in given else length
             )
         elif kind == "llama3":
             low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
-            scaling = Llama3Rope(inner.number("factor"), low, high, original)
+            scaling = Llama3Rope(inner.number("factor", most=_STRETCH), low, high, original)
         elif kind == "yarn":
             scaling = _yarn(inner, length, original)
             reach = max(length, int(scaling.factor * original))
     except ConfigError as error:
         inner.problems.append(str(error))
+    if reach > _LONGEST:
+        inner.problem("factor", f"sequences of {reach} tokens; at most {_LONGEST} are believed")
     f.problems += inner.problems
     return theta, scaling, reach
 
@@ -89,7 +93,7 @@ def _flat(f: Fields, key: str) -> dict[str, Any]:
 
 
 def _yarn(inner: Fields, length: int, original: int) -> YarnRope:
-    factor = inner.number("factor", length / original)
+    factor = inner.number("factor", length / original, most=_STRETCH)
     mscale = [inner.number(key) if inner.raw.get(key) else None for key in ("mscale", "mscale_all_dim")]
     attention = inner.number("attention_factor", yarn_attention_factor(factor, *mscale))
     fast, slow = inner.number("beta_fast", 32.0), inner.number("beta_slow", 1.0)

@@ -1,6 +1,7 @@
 """Files of weights in a model's folder: which ones are the model, what they hold, and writing them in parts."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -14,12 +15,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
 from venusrl.core.errors import CheckpointError
-from venusrl.models.fields import read_json
+from venusrl.models.fields import check_file, read_json
 
 SHARD_BYTES = 5 * 10**9  # of one file, as the hub's tools write them
 INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
-_PART = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
+_PART = re.compile(r"model-([0-9]+)-of-([0-9]+)\.safetensors")
 _DTYPES = ("F32", "BF16", "F16")  # as the file names them
 
 
@@ -100,9 +101,13 @@ def _check_parts(folder: Path, names: Sequence[str]) -> None:
         )
     if numbered:
         [total] = totals
-        absent = sorted(set(range(1, total + 1)) - {int(match[1]) for match in numbered.values()})
+        there = {int(match[1]) for match in numbered.values()}
+        if beyond := sorted(part for part in there if not 1 <= part <= total):
+            raise CheckpointError(f"{folder}: parts {beyond[:8]} of {total} cannot be; remove what is not its")
+        # `total` is a stranger's number, so it is not counted up to.
+        absent = list(itertools.islice((part for part in range(1, total + 1) if part not in there), 8))
         if absent:
-            raise CheckpointError(f"{folder}: parts {absent[:8]} of {total} of the model are missing; copy them")
+            raise CheckpointError(f"{folder}: parts {absent} of {total} of the model are missing; copy them")
 
 
 def header(file: Path) -> dict[str, tuple[int, ...]]:
@@ -112,7 +117,7 @@ def header(file: Path) -> dict[str, tuple[int, ...]]:
       CheckpointError: it is damaged, or holds numbers of a type that is not read.
     """
     with _opened(file) as handle:
-        found = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 - safe_open is no mapping
+        found = {name: handle.get_slice(name) for name in sorted(handle.keys())}
         types = {name: part.get_dtype() for name, part in found.items()}
         shapes = {name: tuple(part.get_shape()) for name, part in found.items()}
     wrong = [name for name, kind in types.items() if kind not in _DTYPES]
@@ -132,12 +137,13 @@ def tensors(files: Sequence[Path]) -> Iterator[tuple[str, np.ndarray]]:
     """
     for file in files:
         with _opened(file) as handle:
-            for name in handle.keys():  # noqa: SIM118
+            for name in sorted(handle.keys()):  # they come in another order each time
                 yield name, handle.get_tensor(name)
 
 
 @contextlib.contextmanager
 def _opened(file: Path):
+    check_file(file)
     try:
         with safe_open(file, framework="flax") as handle:
             yield handle

@@ -3,11 +3,13 @@
 import functools
 import os
 from collections.abc import Iterable, Sequence
+from types import TracebackType
 
+from absl import logging
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from venusrl.core.errors import ConfigError
+from venusrl.core.errors import CheckpointError, ConfigError, ContractError, VenusError
 
 END_OF_TEXT = "<|endoftext|>"
 IM_START = "<|im_start|>"
@@ -27,6 +29,42 @@ def _byte_characters() -> dict[str, int]:
 
 
 _BYTES = _byte_characters()
+_IDS = 2**32  # the library counts in 32 bits
+
+# Parts of a conversation, as they stand beside control tokens. One that a tokenizer changes would not join the next.
+_PARTS = (
+    *map(chr, range(0x20, 0x7F)),
+    "\n",
+    "Hello, World!",
+    " a",
+    "a ",
+    "\n\n  two\tlines\n",
+    "1234 x",
+    "def add(a, b):\n    return a + b\n",
+)
+
+
+class reading:
+    """Turns whatever the library raises into one line. It raises nothing narrower than Exception, and a panic of Rust,
+    which is none: PanicException comes from BaseException, and its class cannot be imported.
+
+    Args:
+      what: is being done, in words that can stand before "fails".
+      error: what is raised instead.
+    """
+
+    def __init__(self, what: str, error: type[VenusError] = ConfigError):
+        self._what, self._error = what, error
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None or issubclass(kind, (ConfigError, CheckpointError)):
+            return
+        if issubclass(kind, Exception) or kind.__name__ == "PanicException":
+            said = " ".join(str(error).split())[:300]
+            raise self._error(f"{self._what} ({said}); copy or make it again") from error
 
 
 class Tokenizer:
@@ -45,15 +83,22 @@ class Tokenizer:
         with them; `encode` makes parts of sequences and leaves them out.
 
     Raises:
-      ConfigError: a control token is none of its tokens, or text that spells one would still become one; or the file
-        puts tokens after a text, or a space before it.
+      ConfigError: a control token is none of its tokens, or text that spells one would still become one; the file
+        puts tokens after a text; parts of a text do not come back as they were, or not the same each time; or the
+        library fails.
     """
 
     def __init__(self, backend: Backend, control: Iterable[str] = ()):
         self._backend = backend
-        self._backend.encode_special_tokens = True
-        self._backend.no_truncation()
-        self._backend.no_padding()
+        with reading("the tokenizer cannot be used"):
+            self._set_up(control)
+
+    def _set_up(self, control: Iterable[str]) -> None:
+        backend = self._backend
+        _make_exact(backend)
+        backend.encode_special_tokens = True
+        backend.no_truncation()
+        backend.no_padding()
         given = list(dict.fromkeys(control))
         unknown = [token for token in given if backend.token_to_id(token) is None]
         if unknown:
@@ -71,7 +116,23 @@ class Tokenizer:
             raise ConfigError(
                 "the tokenizer puts a space before every text, so the parts of a conversation do not join"
             )
+        self._check_parts()
         self.prefix = self._added_around()
+
+    def _check_parts(self) -> None:
+        """Refuses a tokenizer whose parts of a text do not join, and one that does not give the same each time."""
+        for text in _PARTS:
+            ids = self.encode(text)
+            if any(self.encode(text) != ids for _ in range(3)):
+                raise ConfigError(f"the tokenizer makes other ids of {text!r} each time; use another")
+            back = self.decode(ids)
+            if back != text:
+                puts = back.removesuffix(text) if back.endswith(text) else back.removeprefix(text)
+                said = f"it puts {puts!r} around it" if puts not in ("", back) else f"it becomes {back!r}"
+                raise ConfigError(
+                    f"the tokenizer does not give {text!r} back as it was: {said}, so the parts of a conversation do "
+                    "not join; use another (see its normalizer, pre_tokenizer and decoder)"
+                )
 
     def _check_leaks(self, names: Sequence[str]) -> None:
         ids = {self._backend.token_to_id(token) for token in names}
@@ -127,11 +188,13 @@ class Tokenizer:
 
     def token_id(self, token: str) -> int | None:
         """The id of one token as it is spelled in the file; None where there is none."""
+        if any("\ud800" <= c <= "\udfff" for c in token):  # half a character is in no file
+            return None
         return self._backend.token_to_id(token)
 
     def token(self, id_: int) -> str | None:
         """The spelling of a token in the file; None where there is none."""
-        return self._backend.id_to_token(id_)
+        return self._backend.id_to_token(id_) if 0 <= id_ < _IDS else None
 
     @functools.cached_property
     def control(self) -> dict[str, int]:
@@ -172,7 +235,7 @@ class Tokenizer:
 
     def bytes_of(self, token: int) -> bytes:
         """What a token stands for; part of a character where it is part of one."""
-        text = self._backend.id_to_token(token)
+        text = self.token(token)
         if text is None:
             return b""
         if token in self._added:
@@ -190,11 +253,16 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; half of a character (a lone surrogate) counts as U+FFFD, as there are no bytes for it."""
         try:
-            return self._ids(text)
-        except TypeError:
-            return self._ids(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+            text.encode()
+        except UnicodeEncodeError:
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return self._ids(text)
 
     def _ids(self, text: str) -> list[int]:
+        with reading(f"the tokenizer fails on a text of {len(text)} characters", ContractError):
+            return self._library_ids(text)
+
+    def _library_ids(self, text: str) -> list[int]:
         if len(text) < LONG:
             return self._backend.encode(text, add_special_tokens=False).ids
         # This one lets other threads of Python run meanwhile.
@@ -228,10 +296,8 @@ class Tokenizer:
             raise ConfigError(
                 f"no tokenizer at {path}; fix model.checkpoint, or make it with `python -m launchers.warmstart`"
             )
-        try:
+        with reading(f"{path} is not a tokenizer.json"):
             backend = Backend.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
-            raise ConfigError(f"{path} is not a tokenizer.json ({error}); copy or make it again") from error
         return cls(backend)
 
     @classmethod
@@ -250,3 +316,14 @@ class Tokenizer:
         )
         backend.train_from_iterator(texts, trainer)
         return cls(backend)
+
+
+def _make_exact(backend: Backend) -> None:
+    """Switches off what makes ids random, which is for training a model alone: the merges that BPE leaves out
+    (dropout), and Unigram's choice among splits (subword regularisation)."""
+    for name in ("dropout", "alpha", "nbest_size"):
+        value = getattr(backend.model, name, None)
+        if value:
+            logging.warning("the tokenizer's %s=%s makes ids random, for training it; not used", name, value)
+        if value is not None:
+            setattr(backend.model, name, None)

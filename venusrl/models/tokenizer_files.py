@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from venusrl.core.errors import CheckpointError
-from venusrl.models.fields import read_json
+from venusrl.models.fields import read_json, read_text, short
 from venusrl.models.tokenizer import Tokenizer
 
 TOKENIZER = "tokenizer.json"
@@ -99,7 +99,7 @@ def read_tokenizer(folder: Path, config: Mapping[str, Any], vocab_size: int) -> 
     ends += _ids(config, "eos_token_id", "config.json", problems)
     for id_ in ends:
         if plain.token(id_) is None:
-            problems.append(f"eos_token_id={id_} is no token of {TOKENIZER} (ids below {plain.vocab_size})")
+            problems.append(f"eos_token_id={short(id_)} is no token of {TOKENIZER} (ids below {plain.vocab_size})")
     for kind, token in named.items():
         if token and plain.token_id(token) is None:
             problems.append(f"{kind}_token={token!r} is no token of {TOKENIZER}")
@@ -149,7 +149,7 @@ def _ids(said: Mapping[str, Any], key: str, file: str, problems: list[str]) -> l
     value = said.get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
-        problems.append(f"{key}={value!r} of {file} must be token ids")
+        problems.append(f"{key}={short(value)} of {file} must be token ids")
         return []
     return list(ids)
 
@@ -197,15 +197,12 @@ def _template(folder: Path, settings: Mapping) -> str | Mapping[str, str]:
     """chat_template.jinja comes before the field of tokenizer_config.json, as in transformers."""
     path = folder / _TEMPLATE
     if os.path.lexists(path):
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be read ({error}); copy it again") from error
+        return read_text(path)
     template = settings.get("chat_template")
     if isinstance(template, list):  # several, each with a name
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        if "default" in named and all(isinstance(text, str) for pair in named.items() for text in pair):
-            return named
+        pairs = [(t.get("name"), t.get("template")) for t in template if isinstance(t, dict)]
+        if all(isinstance(text, str) for pair in pairs for text in pair) and "default" in dict(pairs):
+            return dict(pairs)
     if template is not None and not isinstance(template, str):
         raise CheckpointError(
             f"{folder}: chat_template of tokenizer_config.json is neither text nor a list of templates"
