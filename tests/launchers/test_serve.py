@@ -1,8 +1,11 @@
 """`python -m launchers.serve` as a process, with a client that hangs up."""
 
+import contextlib
 import json
+import shutil
 import signal
 import subprocess
+import sys
 import urllib.error
 import urllib.request
 
@@ -10,15 +13,16 @@ import httpx
 import openai
 import pytest
 
+from venusrl.models.tokenizer import Tokenizer
+
 from . import programs
 
 pytestmark = pytest.mark.timeout(170)
 
 
-@pytest.fixture
-def address(checkpoint):
-    command = [c for c in programs.command("unused", checkpoint) if not c.startswith("--workdir")]
-    command[command.index("launchers.train")] = "launchers.serve"
+@contextlib.contextmanager
+def serving(command: list[str]):
+    """The address of a server, which is told to end afterwards."""
     process = subprocess.Popen(
         [*command, "--port=0"], cwd=programs.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -31,6 +35,14 @@ def address(checkpoint):
             assert process.wait(30) == 0
             return
     raise AssertionError("".join(lines))
+
+
+@pytest.fixture
+def address(checkpoint):
+    command = [c for c in programs.command("unused", checkpoint) if not c.startswith("--workdir")]
+    command[command.index("launchers.train")] = "launchers.serve"
+    with serving(command) as address:
+        yield address
 
 
 def post(address: str, body: dict, session: str = "s"):
@@ -76,3 +88,19 @@ def test_the_openai_client_talks_to_a_served_run_and_bad_calls_end_nothing(addre
         assert client.completions.create(model="any", prompt=[5, 6, 7], max_tokens=2, temperature=1e-9).choices
     for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}):
         assert httpx.get(f"{address}/models", headers=headers).status_code in (403, 421)
+
+
+def test_a_run_is_served_with_its_own_model(finished, checkpoint, tmp_path):
+    """It was served with the tokenizer, template and rope of --config: other tokens, without a word."""
+    run, model = tmp_path / "run", tmp_path / "model"
+    shutil.copytree(finished[0], run)
+    shutil.copytree(checkpoint, model)
+    template = "MARK{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    config = json.loads((run / "config.json").read_text())
+    config["model"]["checkpoint"] = str(model)
+    (run / "config.json").write_text(json.dumps(config))
+    with serving([sys.executable, "-m", "launchers.serve", f"--workdir={run}"]) as address:
+        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "return_token_ids": True}
+        ids = httpx.post(f"{address}/chat/completions", json=body, timeout=60).json()["prompt_token_ids"]
+    assert Tokenizer.load(model / "tokenizer.json").decode(ids, keep_control=True) == "MARK<|im_start|>a<|im_end|>"
