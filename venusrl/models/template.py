@@ -4,18 +4,12 @@ A template is Jinja, as transformers runs it, and is code of whoever made the mo
 messages stays text: a control token spelled out in it never becomes one.
 """
 
-import datetime
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from venusrl.core.errors import ConfigError, ContractError
+from venusrl.models.template_sandbox import Bounded
 
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
@@ -63,6 +57,9 @@ class ChatTemplate:
       source: Jinja; or several by name, as some tokenizer_config.json have them ("default", "tool_use").
       control: control tokens as text; those in messages are kept from becoming tokens.
       variables: what a template may ask for besides, `bos_token` and the like.
+
+    Raises:
+      ConfigError: a source is no Jinja, or more than Jinja and Python can compile.
     """
 
     def __init__(
@@ -71,11 +68,16 @@ class ChatTemplate:
         sources = {"default": source} if isinstance(source, str) else dict(source)
         if not sources:
             raise ConfigError("the model's chat template is empty; fix chat_template in tokenizer_config.json")
-        environment = _environment()
+        self._environment = Bounded()
         try:
-            self._compiled = {name: environment.from_string(text) for name, text in sources.items()}
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"the model's chat template is no Jinja ({error}); copy the file again") from error
+            self._compiled = {name: self._environment.compiled(text) for name, text in sources.items()}
+        except (
+            Exception
+        ) as error:  # a stranger's code: Jinja and Python's compiler raise SyntaxError, RecursionError, ...
+            said = " ".join(str(error).split())[:300]
+            raise ConfigError(
+                f"the model's chat template is no Jinja ({type(error).__name__}: {said}); copy the file again"
+            ) from error
         self._control = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))) or r"(?!)")
         self._variables = dict(variables or {})
 
@@ -104,7 +106,7 @@ class ChatTemplate:
         compiled = compiled or self._compiled.get("default") or next(iter(self._compiled.values()))
         variables = {**self._variables, **options, "messages": messages, "tools": tools or None}
         try:
-            text = compiled.render(**variables, add_generation_prompt=add_generation_prompt)
+            text = self._environment.render(compiled, variables | {"add_generation_prompt": add_generation_prompt})
         except Exception as error:  # whatever a stranger's code raises
             raise ContractError(f"the model's chat template fails: {type(error).__name__}: {error}") from error
         return self._pieces(text, mark)
@@ -130,39 +132,6 @@ class ChatTemplate:
         if isinstance(value, (list, tuple)):
             return [self._guarded(item, mark) for item in value]
         return value
-
-
-class _Generation(Extension):
-    """{% generation %}, by which some templates mark what a model says: here it changes nothing."""
-
-    tags = {"generation"}  # noqa: RUF012 - the interface of jinja2
-
-    def parse(self, parser: Any) -> Any:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-        return CallBlock(self.call_method("_same"), [], [], body).set_lineno(line)
-
-    def _same(self, caller: Any) -> str:
-        return caller()
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """What transformers gives a template (utils/chat_template_utils.py): its options, filters and functions."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent=None, separators=None, sort_keys: bool = False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
 
 
 def texts(value: Any) -> Iterable[str]:
