@@ -22,6 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from venusrl.core.errors import ConfigError
+from venusrl.core.http import error_body
 
 BODY_S = 30.0  # seconds for a body, and one more for every SLOWEST bytes of it
 SLOWEST = 16 * 1024  # bytes a second
@@ -167,7 +168,7 @@ class _Timed:
 
 
 async def _answer(send: Send, status: int, text: str) -> None:
-    body = json.dumps({"error": {"message": text, "type": "invalid_request_error", "param": None, "code": None}})
+    body = json.dumps(error_body(text))
     headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))

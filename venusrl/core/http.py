@@ -13,14 +13,17 @@ from venusrl.core.errors import ContractError
 T = TypeVar("T")
 
 
-def error_body(text: str, kind: str = "invalid_request_error", code: str | None = None) -> dict[str, Any]:
+def error_body(
+    text: str, kind: str = "invalid_request_error", code: str | None = None, param: str | None = None
+) -> dict[str, Any]:
     """An error as every service tells it: in the OpenAI API's form.
 
     Args:
       kind: "invalid_request_error" where the caller can mend it, "server_error" where it cannot.
       code: that programs look for.
+      param: the field, where it is one's fault.
     """
-    return {"error": {"message": text, "type": kind, "param": None, "code": code}}
+    return {"error": {"message": text, "type": kind, "param": param, "code": code}}
 
 
 class Gone(Exception):

@@ -29,7 +29,7 @@ from venusrl.core.trajectory import sampling_seed
 from venusrl.models.chat import ChatFormat
 from venusrl.models.tokenizer import Tokenizer
 from venusrl.rollout.gateway.api import BadCall, Call, ChatCall, CompletionCall, parsed
-from venusrl.rollout.gateway.errors import HANDLERS, Busy, error_body, error_response, too_long
+from venusrl.rollout.gateway.errors import HANDLERS, Busy, error_response, told, too_long
 from venusrl.rollout.gateway.samples import ChatSample, Sample, TextSample, forced_text
 from venusrl.rollout.gateway.session import Plan, Session
 from venusrl.rollout.worker import Request, Worker
@@ -312,7 +312,7 @@ class Gateway:
                     if sample.over:
                         yield chunk(sample, self._with_ids(call, run, sample, sample.end()))
             except VenusError as error:
-                yield event(error_body(error))
+                yield event(told(error))
                 return
         if call.with_usage:
             yield event({**base, "choices": [], "usage": run.usage})

@@ -7,7 +7,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from venusrl.core.errors import ContractError, VenusError
-from venusrl.core.http import Gone
+from venusrl.core.http import Gone, error_body
 from venusrl.rollout.gateway.api import BadCall
 
 RETRY_S = 1  # seconds after which a refused call may be tried again
@@ -27,34 +27,31 @@ def too_long(tokens: int, most: int, field: str = "messages") -> BadCall:
     )
 
 
-def error_body(error: Exception) -> dict:
+def told(error: Exception) -> dict:
     """What clients parse."""
-    kind = "invalid_request_error"
-    if not isinstance(error, (ContractError, HTTPException)):
-        kind = "rate_limit_error" if isinstance(error, Busy) else "server_error"
-    text = error.detail if isinstance(error, HTTPException) else str(error)
-    param, code = getattr(error, "param", None), getattr(error, "code", None)
+    if isinstance(error, BadCall):
+        return error_body(str(error), code=error.code, param=error.param)
     if isinstance(error, Busy):
-        code = "queue_full"
-    return {"error": {"message": text, "type": kind, "param": param, "code": code}}
+        return error_body(str(error), "rate_limit_error", "queue_full")
+    return error_body(str(error), "invalid_request_error" if isinstance(error, ContractError) else "server_error")
 
 
 def error_response(status: int, text: str) -> JSONResponse:
-    return JSONResponse(error_body(HTTPException(status, text)), status_code=status)
+    return JSONResponse(error_body(text), status_code=status)
 
 
 async def refused(request: HttpRequest, error: Exception) -> Response:
     """The answer to a call that raised `error`: the caller's fault, or ours."""
     status = 400 if isinstance(error, ContractError) else 503
     if isinstance(error, Busy):
-        return JSONResponse(error_body(error), status_code=429, headers={"retry-after": str(RETRY_S)})
-    return JSONResponse(error_body(error), status_code=status)
+        return JSONResponse(told(error), status_code=429, headers={"retry-after": str(RETRY_S)})
+    return JSONResponse(told(error), status_code=status)
 
 
 async def no_such(request: HttpRequest, error: Exception) -> Response:
     """404, 405 and the like."""
     assert isinstance(error, HTTPException)
-    return JSONResponse(error_body(error), status_code=error.status_code, headers=error.headers)
+    return JSONResponse(error_body(error.detail), status_code=error.status_code, headers=error.headers)
 
 
 async def left(request: HttpRequest, error: Exception) -> Response:
@@ -65,7 +62,7 @@ async def left(request: HttpRequest, error: Exception) -> Response:
 async def failed(request: HttpRequest, error: Exception) -> Response:
     """A defect of ours ends this call alone."""
     logging.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    body = error_body(RuntimeError(f"an error of the server's: {type(error).__name__}"))
+    body = error_body(f"an error of the server's: {type(error).__name__}", "server_error")
     return JSONResponse(body, status_code=500)
 
 
