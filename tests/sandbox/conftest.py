@@ -128,3 +128,12 @@ needs_criu = pytest.mark.skipif(
     os.geteuid() != 0 or find_criu()[0] is None, reason="saves sandboxes; needs root, and launchers.install criu"
 )
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="sets up another user, needs root")
+
+
+def cgroup_paths(pattern: str) -> list[Path]:
+    """Paths under the mounts of cgroups; asked for again where some are removed at that moment."""
+    while True:
+        try:
+            return [path for top in Path("/sys/fs/cgroup").iterdir() for path in top.rglob(pattern)]
+        except FileNotFoundError:
+            continue

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import httpx
 import pytest
@@ -23,7 +22,7 @@ from venusrl.sandbox.daemon.hub import Hub
 from venusrl.sandbox.wire import WireError, pack, unpack
 
 from ..proxies import environment_proxy
-from .conftest import ROOT, end, processes, start_daemon
+from .conftest import ROOT, cgroup_paths, end, processes, start_daemon
 from .test_life import until
 
 
@@ -106,7 +105,7 @@ async def test_a_daemon_that_ends_leaves_nothing(hard, tmp_path):
             await node.create(built)
     await until(lambda: not processes("971.5"))
     marker = f"venusrl-{os.stat('/proc/self/ns/pid').st_ino}-"
-    await until(lambda: not [p for top in Path("/sys/fs/cgroup").iterdir() for p in top.glob(f"**/{marker}*/layer-*")])
+    await until(lambda: not cgroup_paths(f"{marker}*/layer-*"))
     daemon, address = start_daemon(f"--templates={tmp_path}")  # and the next one works, with what was built
     async with Node(address) as node:
         assert (await (await node.create(built)).exec("cat x")).text == "x\n"

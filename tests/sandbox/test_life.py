@@ -13,7 +13,7 @@ import pytest
 from venusrl.core.errors import SandboxCapacity, SandboxError, SandboxLost
 from venusrl.sandbox import Sandbox, SandboxPool, Template
 
-from .conftest import in_process, on_host, processes
+from .conftest import cgroup_paths, in_process, on_host, processes
 
 ROOT = str(Path(__file__).resolve().parents[2])
 
@@ -29,7 +29,7 @@ async def until(condition, seconds=5.0):
 def cgroups(spawner="*"):
     """Directories of sandboxes, of one spawner or of all in this pid namespace."""
     marker = f"venusrl-{os.stat('/proc/self/ns/pid').st_ino}-{spawner}-"
-    return [path for top in Path("/sys/fs/cgroup").iterdir() for path in top.rglob(f"{marker}*/sb-*")]
+    return cgroup_paths(f"{marker}*/sb-*")
 
 
 def test_implements_the_protocol():
