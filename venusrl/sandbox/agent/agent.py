@@ -20,6 +20,7 @@ from collections.abc import Callable
 
 from venusrl.sandbox.agent import files
 from venusrl.sandbox.agent.berth import ADOPTED, Berth
+from venusrl.sandbox.agent.freezer import CommandFreezer, must_hold, signal_all
 from venusrl.sandbox.agent.job import Job, Spare
 from venusrl.sandbox.agent.tree import exists, outside
 from venusrl.sandbox.agent.watch import Watcher
@@ -47,14 +48,16 @@ class Agent:
       control: blocking stream socket to the owner.
       life_fd: read end of a pipe that ends when the spawner dies.
       oom_fd: descriptor with the cgroup's `oom_kill` counter, or None.
+      freezer: descriptors of the commands' freezer cgroup (CommandFreezer), or nothing.
       pids, output_bytes: limits of the template.
       environment: variables of every command.
     """
 
-    def __init__(self, control, life_fd, oom_fd, pids, output_bytes, environment):
+    def __init__(self, control, life_fd, oom_fd, freezer, pids, output_bytes, environment):
         self._control = control
         self._life_fd = life_fd
         self._oom_fd = oom_fd
+        self._freezer = CommandFreezer(freezer)
         self._process_limit = process_limit(pids)
         self._output_bytes = output_bytes
         self._environment = environment
@@ -162,7 +165,7 @@ class Agent:
 
     def _begin(self, header: dict, body: bytes) -> Job:
         """A new job; on the spare shell, where that fits and has not been killed."""
-        arguments = header, body, self._process_limit, self._environment, self._output_bytes
+        arguments = header, body, self._process_limit, self._environment, self._output_bytes, self._freezer.join
         self._reap()
         spare = self._spare
         if spare is not None and Spare.fits(header, body):
@@ -183,7 +186,7 @@ class Agent:
         self._spare_until = time.monotonic() + _SPARE_S
         if self._spare is None and self._paused_at is None and not self._jobs and not outside(set()):
             try:
-                self._spare = Spare(self._process_limit, self._environment)
+                self._spare = Spare(self._process_limit, self._environment, self._freezer.join)
             except OSError:
                 self._spare = None  # no room: the next command finds out itself
 
@@ -193,34 +196,47 @@ class Agent:
             self._spare = None
 
     def _op_cancel(self, header: dict, body: bytes):
+        """One that is frozen may not be able to end: it does before the others go on."""
         self._held = [held for held in self._held if held[0]["id"] != header["job"]]
         job = self._jobs.get(header["job"])
-        if job is not None and job.status is None:
+        if job is None or job.status is not None:
+            return
+        if self._paused_at is not None:
+            self._held.append((header, body))
+        else:
             self._stop(job, "cancelled")
 
     def _op_pause(self, header: dict, body: bytes):
-        if self._paused_at is None:
-            self._drop_spare()
-            self._signal_all(signal.SIGSTOP)
-            self._paused_at = time.monotonic()
-            self._send({"paused": True})
+        self._pause()
         return {}, b""
+
+    def _pause(self) -> bool:
+        """Whether all commands stand still for sure."""
+        if self._paused_at is not None:
+            return self._freezer.freeze()
+        self._drop_spare()
+        is_frozen = self._freezer.freeze()
+        self._paused_at = time.monotonic()
+        self._send({"paused": True})
+        return is_frozen
 
     def _op_resume(self, header: dict, body: bytes):
         if self._paused_at is not None:
             for job in self._jobs.values():
                 job.delay(time.monotonic() - self._paused_at)
             self._paused_at = None
-            self._signal_all(signal.SIGCONT)
-            self._send({"paused": False})
             held, self._held = self._held, []
-            for request in held:
+            for request in [request for request in held if request[0]["op"] == "cancel"]:
+                self._serve_request(*request)
+            self._freezer.thaw()
+            self._send({"paused": False})
+            for request in [request for request in held if request[0]["op"] != "cancel"]:
                 self._serve_request(*request)
         return {}, b""
 
     def _op_park(self, header: dict, body: bytes):
         """Pauses, lets go of everything outside of the sandbox, and waits for a new owner; the answer says where."""
-        self._op_pause(header, body)
+        must_hold(self._freezer, self._pause())
         berth = Berth()
         kills = read_oom_kills(self._oom_fd)
         self._send({"id": header["id"], "berth": berth.name.hex()})
@@ -229,14 +245,16 @@ class Agent:
         self._control.close()
         for fd in {self._life_fd, self._oom_fd} - {None}:
             os.close(fd)
+        self._freezer.close()
         watcher, self._watcher = self._watcher, None
         if watcher is not None:
             self._ignore(watcher.fd)
             watcher.close()
         set_dumpable(True)  # what saves it is of another user
-        self._control, greeting, (self._life_fd, *oom) = berth.wait()
+        self._control, greeting, (self._life_fd, *fds) = berth.wait()
         set_dumpable(False)
-        self._oom_fd = oom[0] if oom else None
+        self._freezer = CommandFreezer(fds[:3])
+        self._oom_fd = fds[3] if len(fds) > 3 else None
         for job in self._jobs.values():  # where it has moved, another cgroup has counted others
             job.oom_kills += read_oom_kills(self._oom_fd) - kills
         for job in self._jobs.values() if greeting == ADOPTED else ():
@@ -414,28 +432,21 @@ class Agent:
         others = {other.pid for other in self._jobs.values() if other is not job and other.status is None}
         job.timed_out = why
         if not others:
-            self._signal_all(signal.SIGKILL)
+            signal_all(signal.SIGKILL)
         else:
-            self._signal_all(signal.SIGSTOP)  # so that none forks while the others are told apart
+            self._freezer.freeze()  # so that none forks while the others are told apart
             killed = outside(others)
-            for pid in killed:
-                with contextlib.suppress(ProcessLookupError):  # it has ended by itself
-                    os.kill(pid, signal.SIGKILL)
-            if self._paused_at is None:
-                self._signal_all(signal.SIGCONT)
+            _kill(killed)
+            self._freezer.thaw()
         give_up = time.monotonic() + _KILL_WAIT_S
         while self._reap() and (not others or any(exists(pid) for pid in killed)):
             if time.monotonic() > give_up:
                 os._exit(1)  # something cannot be killed: the sandbox is no longer of use
             time.sleep(0.001)
+            if others and not self._freezer.holds:  # what went on in spite of the signal may have forked
+                killed = outside(others)
+                _kill(killed)
         self._finish(job)
-
-    def _signal_all(self, number: int) -> None:
-        """To every process but this one. The kernel holds off forks meanwhile, so none escapes."""
-        try:
-            os.kill(-1, number)
-        except ProcessLookupError:
-            return
 
     def _reap(self) -> bool:
         """Collects every ended child, orphans too. False when there is no child left."""
@@ -467,3 +478,9 @@ class Agent:
 
     def _send(self, header: dict, body: bytes = b"") -> None:
         send(self._control, header, body)
+
+
+def _kill(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+            os.kill(pid, signal.SIGKILL)

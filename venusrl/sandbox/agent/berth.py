@@ -27,14 +27,14 @@ class Berth:
         self.name = self._listener.getsockname()
 
     def wait(self) -> tuple[socket.socket, bytes, list[int]]:
-        """The connection to the owner, KEPT or ADOPTED, and descriptors: of the spawner's life, and of the cgroup's
-        kills."""
+        """The connection to the owner, KEPT or ADOPTED, and descriptors: of the spawner's life, three of the freezer,
+        and, where there is one, of the cgroup's kills."""
         with self._listener:
             while True:
                 connection, _ = self._listener.accept()
                 peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
                 if _CREDENTIALS.unpack(peer)[0] == 0:
-                    greeting, fds, _, _ = socket.recv_fds(connection, 1, 2)
+                    greeting, fds, _, _ = socket.recv_fds(connection, 1, 5)
                     if greeting:
                         return connection, greeting, fds
                 connection.close()

@@ -14,8 +14,12 @@ from venusrl.sandbox.agent.wire import patiently
 SHELL = "/bin/bash"
 # The shell first limits its processes, and makes itself the kernel's choice, before the agent, when memory runs out.
 # The script comes as descriptor 3, for argv is limited to 128 KiB. eval keeps the messages of a plain `bash -c` (a
-# sourced file would put its name into them), and descriptor 3 is closed while the script runs.
-_BOOT = 'ulimit -u %d; echo 1000 >/proc/self/oom_score_adj; eval -- "$(</proc/self/fd/3)" 3<&-'
+# sourced file would put its name into them), and descriptor 3 is closed while the script runs. Before that the shell
+# moves itself, and with it all that it will start, to where the agent can freeze it: into the group of descriptor 4.
+_BOOT = (
+    "echo 0 >&4 || exit 126; exec 4>&-; ulimit -u %d; echo 1000 >/proc/self/oom_score_adj; "
+    'eval -- "$(</proc/self/fd/3)" 3<&-'
+)
 _BOOT_IN = 'cd -- "$1" || exit; shift; ' + _BOOT
 READ_BYTES = 64 * 1024
 SPARE_SCRIPT_BYTES = 32 * 1024
@@ -27,13 +31,13 @@ class Spare:
     Attributes: pid; output: descriptor of its stdout and stderr.
     """
 
-    def __init__(self, process_limit: int, environment: dict):
+    def __init__(self, process_limit: int, environment: dict, join: int):
         null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         self.output, write = os.pipe2(os.O_CLOEXEC)
         script, self._script = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._script, False)
         try:
-            targets = ((null, 0), (write, 1), (write, 2), (script, 3))
+            targets = ((null, 0), (write, 1), (write, 2), (script, 3), (join, 4))
             actions = [(os.POSIX_SPAWN_DUP2, source, target) for source, target in targets]
             self.pid = _spawn(_BOOT % process_limit, [], environment, actions)
         except OSError:
@@ -83,6 +87,7 @@ class Job:
         process_limit: int,
         environment: dict,
         output_bytes: int,
+        join: int,
         spare: Spare | None = None,
     ):
         self.number = header["id"]
@@ -112,7 +117,7 @@ class Job:
             else:
                 actions = self._pipes(header, body[cut:], opened)
             boot, cwd = (_BOOT, []) if header["cwd"] is None else (_BOOT_IN, ["bash", _directory(header["cwd"])])
-            actions.append((os.POSIX_SPAWN_DUP2, script, 3))
+            actions += [(os.POSIX_SPAWN_DUP2, script, 3), (os.POSIX_SPAWN_DUP2, join, 4)]
             self.pid = _spawn(boot % process_limit, cwd, {**environment, **header["env"]}, actions)
         except BaseException:  # a field of the wrong kind, too
             self.close()

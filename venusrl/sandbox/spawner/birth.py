@@ -47,30 +47,40 @@ class Birth:
         self._life_fd = life_fd
 
     def become_agent(
-        self, request: dict, oom_fd: int | None, control: socket.socket, gate: socket.socket, life_write: int
+        self,
+        request: dict,
+        oom_fd: int | None,
+        freezer: list[int],
+        control: socket.socket,
+        gate: socket.socket,
+        life_write: int,
     ) -> None:
-        """Never returns. A step that fails is reported to the owner on the agent's socket."""
+        """Never returns. A step that fails is reported to the owner on the agent's socket.
+
+        Args: freezer: Freezer.open_files, or nothing.
+        """
         try:
             gc.enable()
             os.close(life_write)
             go, layer, _, _ = socket.recv_fds(gate, 1, 1)
             if go != b"1":
                 return
-            control = self.keep_only(control, oom_fd, *layer)
+            control = self.keep_only(control, oom_fd, *freezer, *layer)
             self._confine(request, *layer)
             data_bytes = None if self._limits_memory else request["memory_bytes"]
             limits.limit_agent(request["file_bytes"], data_bytes)
             if self._host.agent is not None:
-                self._run_program(request, control.fileno(), -1 if oom_fd is None else oom_fd)
-            Agent(control, self._life_fd, oom_fd, request["pids"], request["output_bytes"], request["env"]).serve()
+                self._run_program(request, control.fileno(), -1 if oom_fd is None else oom_fd, freezer or [-1] * 3)
+            limits_of_it = request["pids"], request["output_bytes"], request["env"]
+            Agent(control, self._life_fd, oom_fd, freezer, *limits_of_it).serve()
         except OSError as error:
             control.sendall(pack({"setup_error": f"{error}; {USER_NAMESPACE_FIX}"}))
         finally:
             os._exit(0)
 
-    def _run_program(self, request: dict, control: int, oom_fd: int) -> None:
+    def _run_program(self, request: dict, control: int, oom_fd: int, freezer: list[int]) -> None:
         """The agent's program in place of this one."""
-        fds = (control, self._life_fd, oom_fd)
+        fds = (control, self._life_fd, oom_fd, *freezer)
         for fd in fds:
             if fd >= 0:
                 os.set_inheritable(fd, True)

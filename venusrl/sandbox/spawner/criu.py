@@ -16,23 +16,26 @@ def mounts(pid: int) -> list[str]:
     return [place for place in places if place not in _ITS_OWN]
 
 
-def dump_command(criu: str, pid: int, folder: str, places: list[str], ghost_bytes: int) -> list[str]:
-    """Saves the tree of process `pid`, which goes on."""
+def dump_command(
+    criu: str, pid: int, folder: str, places: list[str], ghost_bytes: int, freezer: str
+) -> list[str]:
+    """Saves the tree of process `pid`, all of which is frozen in the group `freezer`, and is so afterwards."""
     command = [criu, "dump", "-t", str(pid), "-D", folder, "-o", "dump.log", "--leave-running"]
-    command += ["--network-lock", "skip", "--ghost-limit", str(ghost_bytes), *_COMMON]
+    command += ["--network-lock", "skip", "--ghost-limit", str(ghost_bytes), "--freeze-cgroup", freezer, *_COMMON]
     for number, place in enumerate(places):
         command += ["--external", f"mnt[{place}]:m{number}"]
     return command
 
 
-def restore_command(criu: str, folder: str, root: str, parts: list[str]) -> list[str]:
+def restore_command(criu: str, folder: str, root: str, parts: list[str], script: str) -> list[str]:
     """Restores it as a child of the parent of whoever runs this; its pid will be in the file `pid`.
 
     Args:
       parts: of `places`, what belongs there.
+      script: path of one that CRIU runs at every step.
     """
     command = [criu, "restore", "-D", folder, "-o", "restore.log", "--root", root]
-    command += ["--restore-detached", "--restore-sibling", "--pidfile", "pid", *_COMMON]
+    command += ["--restore-detached", "--restore-sibling", "--pidfile", "pid", "--action-script", script, *_COMMON]
     for number, part in enumerate(parts):
         command += ["--external", f"mnt[m{number}]:{part}"]
     return command

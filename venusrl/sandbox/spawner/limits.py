@@ -4,12 +4,14 @@ Directories are named after the spawner that made them (`venusrl-<pid namespace>
 spawner that died without cleaning up can be recognised and removed by the next one.
 """
 
+import contextlib
 import errno
 import os
 import resource
 import signal
 
 from venusrl.sandbox.spawner import namespaces
+from venusrl.sandbox.spawner.freezer import COMMANDS, Freezer, thaw_left, write
 
 _PREFIX = "venusrl-"
 # The pids cgroup is the backstop; RLIMIT_NPROC, which the command's shell sets (see agent), stops commands first, so
@@ -18,7 +20,7 @@ _PIDS_HEADROOM = 8
 _SLACK_BYTES = 1 << 20  # what a group may take between two looks at what it has
 OPEN_FILES = 4096
 # A group has its share of the processors by being one: of equal weight with every other, however many run in it.
-CONTROLLERS = ("memory", "pids", "cpu")
+CONTROLLERS = ("memory", "pids", "cpu", "freezer")
 
 
 def limit_agent(file_bytes: int, data_bytes: int | None) -> None:
@@ -81,7 +83,10 @@ class Hierarchy:
 
 
 class Group:
-    """The cgroups of one sandbox."""
+    """The cgroups of one sandbox.
+
+    Attributes: freezer: of its commands; None where the host has none, or for what is no process sandbox.
+    """
 
     def __init__(
         self,
@@ -89,7 +94,9 @@ class Group:
         homes: list[str | None],
         oom_path: str | None,
         usage_paths: tuple[str, ...] = (),
+        freezer: Freezer | None = None,
     ):
+        self.freezer = freezer
         self._directories = directories
         self._homes = homes
         self._entered: list[str] = []
@@ -189,8 +196,16 @@ class Group:
         return [pid for directory in self._directories[:1] for pid in _members(directory)]
 
     def kill(self) -> int:
-        """Sends SIGKILL to every process that is in it; how many there were."""
-        return max((_kill_members(directory) for directory in self._directories), default=0)
+        """Sends SIGKILL to every process that is in it, frozen or not; how many there were."""
+        count = max((_kill_members(directory) for directory in self._directories), default=0)
+        self.let_die()
+        return count
+
+    def let_die(self) -> None:
+        """What has been killed ends, though it is frozen."""
+        if self.freezer is not None:
+            with contextlib.suppress(FileNotFoundError):
+                self.freezer.let_die()
 
     def oom_kills(self) -> int:
         """Processes of the group that the kernel killed for its memory limit so far."""
@@ -214,8 +229,10 @@ class Group:
         if self.oom_fd is not None:
             os.close(self.oom_fd)
             self.oom_fd = None
+        if self.freezer is not None and _remove(self.freezer.directory):
+            self.freezer = None
         self._directories = [directory for directory in self._directories if not _remove(directory)]
-        return not self._directories
+        return not self._directories and self.freezer is None
 
 
 def read_oom_kills(oom_fd: int | None) -> int:
@@ -237,7 +254,7 @@ class Cgroups:
 
     @property
     def report(self) -> dict:
-        """{"memory": "v1" | "v2" | None, "pids": ..., "cpu": ...}: what holds for a sandbox as a whole."""
+        """{"memory": "v1" | "v2" | None, "pids", "cpu", "freezer": the same}: what holds for a sandbox as a whole."""
         found: dict = dict.fromkeys(CONTROLLERS)
         for hierarchy in self.hierarchies:
             found.update({name: f"v{hierarchy.version}" for name in hierarchy.controllers})
@@ -245,18 +262,37 @@ class Cgroups:
 
     def make(self, name: str, memory_bytes: int, pids: int) -> Group:
         """The groups of a new sandbox, limits set. OSError if the kernel refuses one."""
-        directories, oom_path, usage_paths = [], None, ()
+        made: list[str] = []
+        try:
+            return self._make(name, memory_bytes, pids, made)
+        except OSError:
+            for directory in reversed(made):
+                _remove(directory)
+            raise
+
+    def _make(self, name: str, memory_bytes: int, pids: int, made: list[str]) -> Group:
+        directories, homes, oom_path, usage_paths, freezer = [], [], None, (), None
         for hierarchy in self.hierarchies:
             directory = f"{hierarchy.directory}/{name}"
             os.mkdir(directory)
+            made.append(directory)
+            if hierarchy.version == 1 and "freezer" in hierarchy.controllers:
+                freezer = Freezer(directory, 1, hierarchy.home or hierarchy.directory)
+                continue
             directories.append(directory)
+            homes.append(hierarchy.home)
             for file, value in hierarchy.limits(memory_bytes, pids):
                 if os.path.exists(f"{directory}/{file}"):
                     write(f"{directory}/{file}", value)
             if hierarchy.oom_file is not None:
                 oom_path = f"{directory}/{hierarchy.oom_file}"
                 usage_paths = tuple(f"{directory}/{file}" for file in hierarchy.usage_files)
-        return Group(directories, [hierarchy.home for hierarchy in self.hierarchies], oom_path, usage_paths)
+            if "freezer" in hierarchy.controllers:
+                made.append(f"{directory}/{COMMANDS}")
+                os.mkdir(made[-1])
+                write(f"{made[-1]}/cgroup.type", "threaded")
+                freezer = Freezer(made[-1], 2, directory)
+        return Group(directories, homes, oom_path, usage_paths, freezer)
 
     def close(self) -> bool:
         """Removes the spawner's own directories, after all its groups; False if the kernel still holds one."""
@@ -283,6 +319,8 @@ def detect(mountinfo: str, own: str, more: str = "", controllers: tuple[str, ...
         served = tuple(name for name in controllers if name not in hierarchies)
         if version == 1:
             served = tuple(name for name in served if name in options)
+            if len(served) > 1:  # the agent is in the groups of the others, and not in that of the freezer
+                served = tuple(name for name in served if name != "freezer")
             path = paths.get(served[0], "/") if served else "/"
         else:
             path = paths.get("", "/")
@@ -341,6 +379,8 @@ def _make_spawner_directory(parent: str, name: str, version: int, wanted: tuple[
                 write(f"{directory}/cgroup.subtree_control", " ".join(f"+{controller}" for controller in served))
         except OSError:
             served = ()
+        if "freezer" in wanted and os.path.exists(f"{directory}/cgroup.freeze"):
+            served = (*served, "freezer")  # every group has it
     if not served:
         _remove(directory)
         return None
@@ -364,6 +404,7 @@ def _reap_below(point: str) -> None:
                 continue
             for directory, _, _ in os.walk(f"{parent}/{name}", topdown=False):
                 _kill_members(directory)
+                thaw_left(directory)
                 _remove(directory)
 
 
@@ -394,17 +435,17 @@ def start_time(pid: int) -> int | None:
         return None
 
 
+def runs(pid: int) -> bool:
+    """It is there, and has not ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as f:
+            return f.read().rpartition(b")")[2].split()[0] != b"Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def _pid_namespace() -> int:
     return os.stat("/proc/self/ns/pid").st_ino
-
-
-def write(path: str, text: str) -> None:
-    """In one call, as files of the kernel's want it."""
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        os.write(fd, text.encode())
-    finally:
-        os.close(fd)
 
 
 def _remove(directory: str) -> bool:

@@ -9,12 +9,28 @@ import json
 import os
 import signal
 
-from venusrl.sandbox.spawner import criu, namespaces, rootfs
+from venusrl.sandbox.spawner import criu, limits, namespaces, rootfs
+from venusrl.sandbox.spawner.freezer import Freezer
 
 FILES = "files.tar"
 PLACES = "mounts.json"
 ERROR = "error"
 PID = "pid"
+_FREEZE = "freeze.sh"
+# CRIU runs it at every step. Before it lets go of what it has restored, that is still stopped: all but the agent is
+# moved into the freezer, thread by thread, and frozen.
+_FREEZE_SCRIPT = """#!/bin/sh
+[ "$CRTOOLS_SCRIPT_ACTION" = pre-resume ] || exit 0
+take() {{
+  for task in /proc/$1/task/*; do
+    [ "$1" = "$CRTOOLS_INIT_PID" ] || echo "${{task##*/}}" > {members}
+    read -r children < "$task/children"
+    for child in $children; do take "$child"; done
+  done
+}}
+take "$CRTOOLS_INIT_PID"
+{freeze}
+"""
 _PATH = ("/usr/sbin", "/usr/bin", "/sbin", "/bin")
 _ENVIRONMENT = {"PATH": ":".join(_PATH)}
 _TAR = ("tar", "--warning=no-file-ignored", "--xattrs", "--xattrs-include=user.*", "--sparse", "--numeric-owner")
@@ -33,13 +49,22 @@ def helper(work) -> int:
         os._exit(1)  # a fork must not go back into the spawner's loop
 
 
-def save(request: dict, pid: int) -> None:
-    """In a helper: saves the sandbox whose agent, process `pid`, has parked."""
+def save(request: dict, pid: int, freezer: Freezer, processes: list[int]) -> None:
+    """In a helper: saves the sandbox whose agent, process `pid`, has parked.
+
+    The agent can be looked into meanwhile, so nothing of the sandbox may run: what is not frozen yet is frozen first,
+    the agent last. CRIU thaws only what it has stopped itself, and freezes it again before it lets go.
+    """
     folder = request["folder"]
     with _reported(folder):
+        freezer.take([process for process in processes if process != pid])
+        freezer.freeze()
+        freezer.take([pid])
         places = criu.mounts(pid)
-        command = criu.dump_command(request["criu"], pid, folder, places, request["ghost_bytes"])
+        command = criu.dump_command(request["criu"], pid, folder, places, request["ghost_bytes"], freezer.directory)
         exit_code = _run(command)
+        freezer.ask()
+        freezer.release(pid)
         if exit_code < 0:  # killed: it may have left its own code in the processes
             os.kill(os.getpid(), signal.SIGKILL)
         if exit_code != 0:
@@ -53,14 +78,18 @@ def save(request: dict, pid: int) -> None:
             json.dump(places, f)
 
 
-def restore(request: dict, host: rootfs.Host, base: int) -> None:
+def restore(request: dict, host: rootfs.Host, base: int, freezer: Freezer) -> None:
     """In a helper, which CRIU takes the place of: restores a sandbox, to wait for its owner where it did.
 
     Args:
       base: first user of the host that is the sandbox's.
+      freezer: in which its commands are, frozen, before the first of them runs.
     """
     folder = request["folder"]
     with _reported(folder):
+        script = f"{folder}/{_FREEZE}"
+        with open(os.open(script, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o700), "w") as f:
+            f.write(_FREEZE_SCRIPT.format(members=freezer.members_file, freeze=freezer.told))
         with open(f"{folder}/{PLACES}") as f:
             places = json.load(f)
         os.makedirs(rootfs.PREPARED, exist_ok=True)
@@ -75,7 +104,7 @@ def restore(request: dict, host: rootfs.Host, base: int) -> None:
             raise OSError(errno.EIO, "its files could not be written")
         criu.move_users(folder, request["base"], base)
         root = f"{rootfs.PREPARED}/root"
-        command = criu.restore_command(request["criu"], folder, root, [parts[place] for place in places])
+        command = criu.restore_command(request["criu"], folder, root, [parts[place] for place in places], script)
         os.execve(command[0], command, _ENVIRONMENT)
 
 
@@ -136,6 +165,13 @@ def pid_of(folder: str) -> int:
     """Of the first process of what was restored."""
     with open(f"{folder}/{PID}") as f:
         return int(f.read())
+
+
+def check_frozen(group: limits.Group, agent: int) -> None:
+    """Raises OSError unless every process of a restored sandbox but its agent is frozen, or about to be."""
+    running = set(group.processes()) - {agent} - group.freezer.members()
+    if not group.freezer.is_asked() or any(limits.runs(pid) for pid in running):
+        raise OSError(errno.EIO, "its commands did not stand still")
 
 
 def _run(command: list[str], stdin: int = 0, user: int | None = None) -> int:

@@ -51,6 +51,18 @@ def _signal(pids: list[int], number: int) -> None:
             os.kill(pid, number)
 
 
+def _stop_commands(box: Box) -> Callable[[], None]:
+    """Every process of a sandbox but its agent; what is returned has them go on, unless they stood still before."""
+    freezer = box.group.freezer
+    if freezer is not None:
+        was_asked = freezer.is_asked()
+        freezer.ask()
+        return lambda: None if was_asked else freezer.thaw()
+    commands = [pid for pid in box.group.processes() if pid != box.pid]
+    _signal(commands, signal.SIGSTOP)
+    return lambda: _signal(commands, signal.SIGCONT)
+
+
 class Spawner:
     """Args:
     control: the packet socket to the owner.
@@ -186,8 +198,7 @@ class Spawner:
     def _resize(self, box: Box, message: dict) -> None:
         """One that is lent some gets none of it for its commands, which would not leave any: they stop before."""
         error, lent = None, message["lent"]
-        commands = [pid for pid in box.group.processes() if pid != box.pid] if lent else []
-        _signal(commands, signal.SIGSTOP)
+        undo = _stop_commands(box) if lent else lambda: None
         try:
             if lent is None:
                 box.group.resize(message["memory_bytes"])
@@ -197,7 +208,7 @@ class Spawner:
             else:
                 box.group.lend(message["memory_bytes"], lent)
         except OSError as refused:
-            _signal(commands, signal.SIGCONT)
+            undo()
             error = f"{refused.strerror}"
         self._tell({"event": "done", "request": message["request"], "error": error})
 
@@ -247,8 +258,12 @@ class Spawner:
         self._saves += 1
         group = limits.Group([], [], None)
         try:
+            freezer = box.group.freezer
+            if freezer is None:  # its commands could look into the agent while that can be looked into
+                raise OSError(errno.ENOTSUP, "this host has no freezer cgroup")
             group = self._cgroups.make(f"save-{self._saves}", _UNLIMITED, _HELPER_PIDS)
-            self._help(lambda: saving.save(message, box.pid), box.id, group, False, then)
+            processes = [*box.group.processes(), box.pid]
+            self._help(lambda: saving.save(message, box.pid, freezer, processes), box.id, group, False, then)
         except OSError as error:
             if not group.remove():
                 self._unremoved.append(group)
@@ -265,8 +280,13 @@ class Spawner:
             self._tell({"event": "done", "request": message["request"], "error": str(error)})
 
     def _connect(self, pid: int, berth: str, greeting: bytes, group: limits.Group) -> socket.socket:
-        fds = [self._life_read] if group.oom_fd is None else [self._life_read, group.oom_fd]
-        return meet(pid, bytes.fromhex(berth), greeting, fds)
+        files = [] if group.freezer is None else group.freezer.open_files()
+        try:
+            fds = [self._life_read, *files, *([] if group.oom_fd is None else [group.oom_fd])]
+            return meet(pid, bytes.fromhex(berth), greeting, fds)
+        finally:
+            for fd in files:
+                os.close(fd)
 
     def _restore(self, request: dict) -> None:
         """Within the sandbox's own group, so that what it is restored from is charged to it."""
@@ -274,9 +294,11 @@ class Spawner:
         try:
             memory_bytes, pids = request["memory_bytes"], request["pids"]
             group = self._cgroups.make(request["id"], memory_bytes + _HELPER_BYTES, pids + _HELPER_PIDS)
-            base = self._next_users()
+            base, freezer = self._next_users(), group.freezer
+            if freezer is None:
+                raise OSError(errno.ENOTSUP, "this host has no freezer cgroup")
             self._help(
-                lambda: saving.restore(request, self._host, base),
+                lambda: saving.restore(request, self._host, base, freezer),
                 request["id"],
                 group,
                 True,
@@ -290,6 +312,7 @@ class Spawner:
             if exit_code:
                 raise OSError(errno.EIO, saving.error_of(request["folder"]))
             pid = saving.pid_of(request["folder"])
+            saving.check_frozen(group, pid)
             connection = None
             if not request["parked"]:
                 connection = self._connect(pid, request["berth"], ADOPTED, group)
@@ -339,6 +362,7 @@ class Spawner:
         if box.reason is None:
             box.reason = reason
         signal.pidfd_send_signal(box.pidfd, signal.SIGKILL)
+        box.group.let_die()
 
     def _collect(self, box: Box) -> None:
         """After process 1 ended, and with it, by the kernel's rule, every process of the sandbox."""
@@ -402,15 +426,18 @@ class Spawner:
 
     def _fork(self, request: dict, group: limits.Group, agent_end: socket.socket) -> int:
         ours, theirs = socket.socketpair()
+        freezer = [] if group.freezer is None else group.freezer.open_files()
         with ours, theirs:
             try:
                 group.enter()
                 pid = namespaces.clone(namespaces.SANDBOX_NAMESPACES)
                 if pid == 0:
                     ours.close()
-                    self._birth.become_agent(request, group.oom_fd, agent_end, theirs, self._life_write)
+                    self._birth.become_agent(request, group.oom_fd, freezer, agent_end, theirs, self._life_write)
             finally:
                 group.leave()
+                for fd in freezer:
+                    os.close(fd)
             try:
                 group.join(pid)
                 self._map_users(pid)

@@ -52,7 +52,7 @@ static void handle_job(const struct source *source) {
 static void handle(const struct source *source) {
     switch (source->what) {
     case LIFE:
-        _exit(0); /* the spawner is gone */
+        leave(0); /* the spawner is gone */
     case CONTROL:
         if (source->fd == here.control) serve(receive(here.control));
         return;
@@ -130,10 +130,10 @@ static void stand_apart(void) {
 }
 
 /* Arguments: descriptors of the owner's socket, or of one that listens for owners, of the pipe that ends with the
-   spawner, and of the cgroup's kills (or -1); the most processes of a command; the most bytes kept of an output. Its
-   variables are those of every command. */
+   spawner, of the cgroup's kills (or -1), and three of the commands' freezer (or -1, see freezer.c); the most processes
+   of a command; the most bytes kept of an output. Its variables are those of every command. */
 int main(int count, char **arguments) {
-    if (count != 6) return 2;
+    if (count != 9) return 2;
     stand_apart();
     prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);
     here.control = own(arguments[1]);
@@ -145,8 +145,10 @@ int main(int count, char **arguments) {
     }
     here.life = own(arguments[2]);
     here.oom = own(arguments[3]);
-    here.shell.processes = atol(arguments[4]);
-    here.shell.output_bytes = (size_t)atoll(arguments[5]);
+    const int freezer[3] = {own(arguments[4]), own(arguments[5]), own(arguments[6])};
+    take_freezer(freezer);
+    here.shell.processes = atol(arguments[7]);
+    here.shell.output_bytes = (size_t)atoll(arguments[8]);
     int null = open("/dev/null", O_RDWR | O_CLOEXEC); /* the sandbox's own */
     for (int fd = 0; fd < 3; fd++)
         if (null < 0 || dup2(null, fd) < 0) return 1;

@@ -120,6 +120,7 @@ struct spare {
 /* What every shell is started with. */
 struct shell {
     long processes; /* its limit of them */
+    int join; /* descriptor by which it joins what can be frozen */
     size_t output_bytes;
 };
 
@@ -182,6 +183,15 @@ size_t move_output(struct job *job, int at);
 void finish(struct job *job);
 void stop(struct job *job, const char *why);
 
+/* freezer.c: how commands stand still */
+
+void take_freezer(const int fds[3]);
+void drop_freezer(void);
+bool freezer_holds(void);
+bool freeze(void);
+void thaw(void);
+void leave(int code) __attribute__((noreturn));
+
 /* requests.c */
 
 void serve(struct frame frame);
@@ -208,8 +218,9 @@ void open_watches(void (*tell)(int64_t watch, const char *events));
 
 /* berth.c: how the agent lets go of everything outside, and is found again; see venusrl/sandbox/berth.py */
 
+#define MOST_FDS 5 /* the spawner's life, three of the freezer, the cgroup's kills */
 int open_berth(char *name_hex, size_t room);
-int wait_at_berth(int listener, char *greeting, int fds[2], int *count); /* the new socket */
+int wait_at_berth(int listener, char *greeting, int fds[MOST_FDS], int *count); /* the new socket */
 int accept_owner(int listener);
 
 #endif

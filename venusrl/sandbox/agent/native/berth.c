@@ -30,8 +30,8 @@ int open_berth(char *name_hex, size_t room) {
     return listener;
 }
 
-static int receive_fds(int socket, char *greeting, int fds[2], int *count) {
-    char control[CMSG_SPACE(2 * sizeof(int))];
+static int receive_fds(int socket, char *greeting, int fds[MOST_FDS], int *count) {
+    char control[CMSG_SPACE(MOST_FDS * sizeof(int))];
     struct iovec part = {greeting, 1};
     struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = control,
                              .msg_controllen = sizeof control};
@@ -50,11 +50,11 @@ int accept_owner(int listener) {
     int connection;
     do connection = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
     while (connection < 0 && again());
-    if (connection < 0) _exit(1);
+    if (connection < 0) leave(1);
     return connection;
 }
 
-int wait_at_berth(int listener, char *greeting, int fds[2], int *count) {
+int wait_at_berth(int listener, char *greeting, int fds[MOST_FDS], int *count) {
     for (;;) {
         int connection = accept_owner(listener);
         struct ucred peer = {.pid = -1};

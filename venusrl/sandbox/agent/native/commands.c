@@ -179,6 +179,13 @@ static bool any_exists(const pid_t *pids, size_t count) {
     return false;
 }
 
+/* What belongs to none of the commands whose shells are `others`; the caller frees the list. */
+static size_t kill_outside(const struct bytes *others, pid_t **killed) {
+    size_t count = processes_outside((pid_t *)others->data, others->size / sizeof(pid_t), killed);
+    for (size_t i = 0; i < count; i++) kill((*killed)[i], SIGKILL);
+    return count;
+}
+
 /* Ends every process of the sandbox that does not belong to another running command. */
 void stop(struct job *job, const char *why) {
     struct bytes others = {0};
@@ -190,16 +197,19 @@ void stop(struct job *job, const char *why) {
     if (!others.size) {
         signal_all(SIGKILL);
     } else {
-        signal_all(SIGSTOP); /* so that none forks while the others are told apart */
-        count = processes_outside((pid_t *)others.data, others.size / sizeof(pid_t), &killed);
-        for (size_t i = 0; i < count; i++) kill(killed[i], SIGKILL);
-        if (here.paused_at < 0) signal_all(SIGCONT);
+        freeze(); /* so that none forks while the others are told apart */
+        count = kill_outside(&others, &killed);
+        thaw();
     }
     double give_up = now() + KILL_WAIT;
     for (int waits = 1; reap() && (!others.size || any_exists(killed, count)); waits++) {
-        if (now() > give_up) _exit(1); /* something cannot be killed: the sandbox is no longer of use */
+        if (now() > give_up) leave(1); /* something cannot be killed: the sandbox is no longer of use */
         usleep(1000);
         if (!others.size && waits % 20 == 0) signal_all(SIGKILL); /* gVisor misses what is just being forked */
+        if (others.size && !freezer_holds()) { /* what went on in spite of the signal may have forked */
+            free(killed);
+            count = kill_outside(&others, &killed);
+        }
     }
     free(killed);
     drop(&others);

@@ -21,7 +21,7 @@
 #define SHOWN 80
 
 /* See venusrl/sandbox/job.py for why the shell starts so. */
-#define BOOT "ulimit -u %ld; echo 1000 >/proc/self/oom_score_adj; eval -- \"$(</proc/self/fd/3)\" 3<&-"
+#define BOOT "echo 0 >&4 || exit 126; exec 4>&-; ulimit -u %ld; echo 1000 >/proc/self/oom_score_adj; eval -- \"$(</proc/self/fd/3)\" 3<&-"
 #define BOOT_IN "cd -- \"$1\" || exit; shift; " BOOT
 
 extern char **environ;
@@ -37,9 +37,9 @@ static void close_fd(int *fd) {
     *fd = -1;
 }
 
-/* What the shell has in place of descriptors 0 to 3, and what is closed here once it runs. */
+/* What the shell has in place of descriptors 0 to 4, and what is closed here once it runs. */
 struct ends {
-    int in, out, err, script;
+    int in, out, err, script, join;
     const char *terminal;
 };
 
@@ -55,10 +55,10 @@ static int fork_shell(pid_t *pid, char **arguments, char **environment, const st
     sigaction(SIGXFSZ, &usual, NULL);
     sigprocmask(SIG_SETMASK, &none, NULL);
     int terminal = ends->terminal ? open(ends->terminal, O_RDWR) : -1;
-    const int from[4] = {ends->in, ends->out, ends->err, ends->script};
-    for (int fd = 0; fd < 4; fd++)
+    const int from[5] = {ends->in, ends->out, ends->err, ends->script, ends->join};
+    for (int fd = 0; fd < 5; fd++)
         if (dup2(fd < 3 && ends->terminal ? terminal : from[fd], fd) < 0) _exit(127);
-    if (terminal > 3) close(terminal);
+    if (terminal > 4) close(terminal);
     if (setresgid(USER, USER, USER) || setresuid(USER, USER, USER)) _exit(127);
     execve(SHELL, arguments, environment);
     _exit(127);
@@ -90,6 +90,7 @@ static int spawn(pid_t *pid, const char *boot, const char *directory, char **env
         posix_spawn_file_actions_adddup2(&actions, ends->err, 2);
     }
     posix_spawn_file_actions_adddup2(&actions, ends->script, 3);
+    posix_spawn_file_actions_adddup2(&actions, ends->join, 4);
     int error = posix_spawn(pid, SHELL, &actions, &attributes, arguments, environment);
     posix_spawn_file_actions_destroy(&actions);
     posix_spawnattr_destroy(&attributes);
@@ -216,7 +217,7 @@ bool spare_fits(const struct value *header, size_t size) {
 }
 
 int start_spare(struct spare *spare, const struct shell *shell) {
-    struct ends ends = {-1, -1, -1, -1, NULL};
+    struct ends ends = {-1, -1, -1, -1, shell->join, NULL};
     char boot[256];
     spare->output = spare->script = -1;
     ends.in = open("/dev/null", O_RDONLY | O_CLOEXEC);
@@ -260,7 +261,7 @@ static int use_spare(struct job *job, struct spare *spare, const char *script, s
 int start_job(struct job *job, const struct shell *shell, const struct value *header, char *body, size_t size,
               struct spare *spare) {
     bool missing = false;
-    struct ends ends = {-1, -1, -1, -1, NULL};
+    struct ends ends = {-1, -1, -1, -1, shell->join, NULL};
     char terminal[64];
     const struct value *window = get(header, "window"), *pty = get(header, "pty");
     size_t script = (size_t)get_integer(header, "script_bytes", &missing);

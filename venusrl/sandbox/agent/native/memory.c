@@ -40,7 +40,7 @@ void *resized(void *memory, size_t size) {
         if (found) return found;
         await_memory();
     }
-    _exit(1); /* more than it may ever have */
+    leave(1); /* more than it may ever have */
 }
 
 void *take(size_t size) { return resized(NULL, size); }
@@ -72,7 +72,7 @@ void addf(struct bytes *to, const char *format, ...) {
     va_start(arguments, format);
     int size = vsnprintf(text, sizeof text, format, arguments);
     va_end(arguments);
-    if (size < 0 || (size_t)size >= sizeof text) _exit(1);
+    if (size < 0 || (size_t)size >= sizeof text) leave(1);
     add(to, text, (size_t)size);
 }
 

@@ -9,19 +9,20 @@
 #include <sys/prctl.h>
 #include <unistd.h>
 
-/* A command that waits for the sandbox to go on. */
+/* A command, or the end of one, that waits for the sandbox to go on. */
 struct held {
     struct frame frame;
+    bool is_end;
     struct held *next;
 };
 
 static struct held *held;
 
-static void hold(struct frame frame) {
+static void hold(struct frame frame, bool is_end) {
     struct held **last = &held;
     while (*last) last = &(*last)->next;
     *last = take(sizeof **last);
-    **last = (struct held){frame, NULL};
+    **last = (struct held){frame, is_end, NULL};
 }
 
 static void free_frame(struct frame *frame) {
@@ -29,11 +30,12 @@ static void free_frame(struct frame *frame) {
     free(frame->body);
 }
 
-static void cancel(int64_t number) {
+/* One that is frozen may not be able to end: it does before the others go on. */
+static void cancel(int64_t number, struct frame *frame) {
     for (struct held **at = &held; *at; ) {
         struct held *one = *at;
         struct value *header = parse(one->frame.head, one->frame.head_size);
-        bool missing = false, wanted = header && get_integer(header, "id", &missing) == number;
+        bool missing = false, wanted = header && !(*at)->is_end && get_integer(header, "id", &missing) == number;
         forget(header);
         if (!wanted) {
             at = &one->next;
@@ -44,15 +46,40 @@ static void cancel(int64_t number) {
         free(one);
     }
     struct job *job = find(number);
-    if (job && !job->ended) stop(job, "cancelled");
+    if (!job || job->ended) return;
+    if (here.paused_at < 0) {
+        stop(job, "cancelled");
+        return;
+    }
+    hold(*frame, true);
+    *frame = (struct frame){0};
 }
 
-static void pause_all(bool keep_spare) {
-    if (here.paused_at >= 0) return;
+/* Whether all commands stand still for sure. */
+static bool pause_all(bool keep_spare) {
+    if (here.paused_at >= 0) return freeze();
     if (!keep_spare) drop_spare();
-    signal_all(SIGSTOP);
+    bool is_frozen = freeze();
     here.paused_at = now();
     say("{\"paused\":true}");
+    return is_frozen;
+}
+
+static struct held *serve_held(struct held *waiting, bool ends) {
+    struct held *left = NULL, **last = &left;
+    while (waiting) {
+        struct held *one = waiting;
+        waiting = one->next;
+        if (one->is_end == ends) {
+            serve(one->frame);
+            free(one);
+        } else {
+            one->next = NULL;
+            *last = one;
+            last = &one->next;
+        }
+    }
+    return left;
 }
 
 static void resume_all(void) {
@@ -62,16 +89,12 @@ static void resume_all(void) {
         job->last_output += now() - here.paused_at;
     }
     here.paused_at = -1;
-    signal_all(SIGCONT);
-    say("{\"paused\":false}");
     struct held *waiting = held;
     held = NULL;
-    while (waiting) {
-        struct held *one = waiting;
-        waiting = one->next;
-        serve(one->frame);
-        free(one);
-    }
+    waiting = serve_held(waiting, true);
+    thaw();
+    say("{\"paused\":false}");
+    serve_held(waiting, false);
 }
 
 /* Waits where it is, with all that it has, for the word of its owner, old or new; whether it is a new one. */
@@ -85,7 +108,7 @@ static bool stay(int64_t request) {
     struct frame frame = receive(here.control);
     struct value *header = parse(frame.head, frame.head_size);
     bool missing = false, is_new = header && get_integer(header, "new", &missing);
-    if (!header || !is(header, "op", "unpark")) _exit(0);
+    if (!header || !is(header, "op", "unpark")) leave(0);
     forget(header);
     free_frame(&frame);
     return is_new;
@@ -102,14 +125,16 @@ static int berth(int64_t request, bool *is_new) {
     close(here.control);
     close(here.life);
     if (here.oom >= 0) close(here.oom);
+    drop_freezer();
     close_watches();
     prctl(PR_SET_DUMPABLE, 1, 0, 0, 0); /* what saves it is of another user */
-    int fds[2] = {-1, -1}, count;
+    int fds[MOST_FDS] = {-1, -1, -1, -1, -1}, count;
     char greeting;
     here.control = wait_at_berth(listener, &greeting, fds, &count);
     prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);
     here.life = fds[0];
-    here.oom = count > 1 ? fds[1] : -1;
+    take_freezer(fds + 1);
+    here.oom = fds[4];
     *is_new = greeting == '2';
     kills -= oom_kills(); /* where it has moved, another cgroup has counted others */
     for (struct job *job = here.jobs; job; job = job->next) job->oom_kills -= kills;
@@ -119,9 +144,11 @@ static int berth(int64_t request, bool *is_new) {
 /* Stands still, for who saves it. */
 static int park(int64_t request, bool stays) {
     bool is_new = false;
-    pause_all(stays); /* a clone's first command finds the shell that is ready */
+    bool is_frozen = pause_all(stays); /* a clone's first command finds the shell that is ready */
     if (stays) {
         is_new = stay(request);
+    } else if (!freezer_holds() || !is_frozen) { /* a command could look into this process meanwhile */
+        return freezer_holds() ? -EBUSY : -ENOTSUP;
     } else {
         int error = berth(request, &is_new);
         if (error) return error;
@@ -210,7 +237,7 @@ static int dispatch(const char *op, int64_t id, const struct value *header, stru
         if (error || !strcmp(op, "exec")) return error ? error : 1;
         addf(fields, "\"pid\":%d", find(id)->pid);
     } else if (!strcmp(op, "cancel")) {
-        cancel(get_integer(header, "job", &missing));
+        cancel(get_integer(header, "job", &missing), frame);
         return 1;
     } else if (!strcmp(op, "window")) {
         change_window(header);
@@ -258,10 +285,10 @@ void serve(struct frame frame) {
     const char *op = header ? get_text(header, "op") : NULL;
     bool missing = false, is_command = op && (!strcmp(op, "exec") || !strcmp(op, "start"));
     int64_t id = header ? get_integer(header, "id", &missing) : 0;
-    if (!op || missing) _exit(0); /* the other side does not speak this */
+    if (!op || missing) leave(0); /* the other side does not speak this */
     if (here.paused_at >= 0 && is_command) {
         forget(header);
-        hold(frame); /* it starts when the sandbox goes on */
+        hold(frame, false); /* it starts when the sandbox goes on */
         return;
     }
     struct bytes fields = {0}, body = {0};
