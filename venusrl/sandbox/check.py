@@ -39,9 +39,10 @@ def backends() -> dict[str, dict]:
     process = host_report()
     if process["ok"]:
         criu, why = find_criu()
-        process["saves"] = criu is not None and process["mode"] == "range" and process["agent"] == "native"
+        can = process["mode"] == "range" and process["agent"] == "native" and process["freezer"] is not None
+        process["saves"] = criu is not None and can
         if not process["saves"]:
-            process["saves_problem"] = why or "it needs root, and a C compiler"
+            process["saves_problem"] = why or "it needs root, a C compiler, and a freezer cgroup"
     return {"process": process} | {name: asyncio.run(_report(MachinePool(name, max_sandboxes=1))) for name in BACKENDS}
 
 

@@ -28,7 +28,7 @@ class SpawnerLink:
     """One spawner. Make it with `await SpawnerLink.open(...)`.
 
     Attributes:
-      report: {"mode": "range" | "single", "cgroups": {"memory": ..., "pids": ..., "cpu": ...}, "seccomp": bool}.
+      report: {"mode": "range" | "single", "cgroups": Cgroups.report, "seccomp": bool}.
       process_id: pid of the spawner.
       agent_pids: of the sandboxes' first processes, by sandbox.
       closed: set when the spawner is gone.

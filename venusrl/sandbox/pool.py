@@ -34,6 +34,8 @@ class SandboxPool(Saving, Making):
             why = "it needs root"
         elif self.host.get("agent") != "native":
             why = "it needs the agent's program, which needs a C compiler"
+        elif self.host["cgroups"]["freezer"] is None:
+            why = "it needs a freezer cgroup, of version 1 or 2, in which this process can make groups"
         if why:
             raise SandboxUnsupported(f"sandboxes cannot be saved and restored here: {why}")
         return criu
@@ -135,7 +137,10 @@ class _Standstill(Standstill):
         if sandbox.id in self._pool.short_of_memory:  # else its agent could not even say that it parks
             self._has_lent = True
             await self._pool.lend(sandbox, _LENT_BYTES)
-        self._berth = await sandbox.park()
+        try:
+            self._berth = await sandbox.park()
+        except OSError as error:
+            raise SandboxError(f"sandbox {sandbox.id} cannot be saved: {error.strerror}; try again") from error
         await link.save(sandbox.id, str(self._folder), self._pool.saver(), sandbox.template.disk_bytes)
         return await asyncio.to_thread(self._describe)
 

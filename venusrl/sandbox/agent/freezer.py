@@ -1,4 +1,4 @@
-"""How the agent has its commands stand still: by the freezer cgroup that they are in, or, where there is none, by signals.
+"""How the agent has its commands stand still: by the freezer cgroup that they are in, or, without one, by signals.
 
 A process can undo SIGSTOP (a timer of its own sends SIGCONT); nothing in the sandbox can undo the freezer.
 """

@@ -182,6 +182,30 @@ static void drop_everything(void) {
     if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)) die("no_new_privs");
 }
 
+static bool put(const char *path, const char *text) {
+    int fd = open(path, O_WRONLY | O_CLOEXEC);
+    bool done = fd >= 0 && write(fd, text, strlen(text)) == (ssize_t)strlen(text);
+    if (fd >= 0) close(fd);
+    return done;
+}
+
+/* A group of what commands are, that the agent can freeze, and one above it that this process moves into: as
+   venusrl/sandbox/spawner/freezer.py has it. Descriptors as the agent wants them, or -1 where the kernel has no groups. */
+static void open_freezer(int fds[3]) {
+    fds[0] = fds[1] = fds[2] = -1;
+    mkdir("/cgroup", 0700);
+    if (mount("none", "/cgroup", "cgroup2", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL)) return;
+    if (!mkdir("/cgroup/sandbox", 0755) && !mkdir("/cgroup/sandbox/commands", 0755) &&
+        put("/cgroup/sandbox/commands/cgroup.type", "threaded") && put("/cgroup/sandbox/cgroup.procs", "0")) {
+        fds[0] = open("/cgroup/sandbox/commands/cgroup.freeze", O_RDWR);
+        fds[1] = open("/cgroup/sandbox/commands/cgroup.events", O_RDONLY);
+        fds[2] = open("/cgroup/sandbox/commands/cgroup.threads", O_WRONLY);
+        if (fds[0] < 0 || fds[1] < 0 || fds[2] < 0) die("freezer");
+    }
+    umount2("/cgroup", MNT_DETACH);
+    rmdir("/cgroup");
+}
+
 /* The filter of system calls is the one of process sandboxes, from a file. */
 static void filter_calls(void) {
     static struct sock_filter instructions[4096];
@@ -211,13 +235,16 @@ static pid_t start_agent(char **texts, int port) {
     limit(RLIMIT_FSIZE, strtoull(texts[2], NULL, 10));
     limit(RLIMIT_NOFILE, 4096);
     int kills = open("/proc/vmstat", O_RDONLY); /* the kernel's count, of the whole guest */
+    int freezer[3];
+    open_freezer(freezer);
     drop_everything();
     filter_calls();
-    char fds[3][16];
+    char fds[6][16];
     snprintf(fds[0], sizeof fds[0], "%d", dup(port)); /* one that stays open */
     snprintf(fds[1], sizeof fds[1], "%d", life[0]);
     snprintf(fds[2], sizeof fds[2], "%d", kills);
-    char *arguments[] = {"agent", fds[0], fds[1], fds[2], texts[1], texts[3], NULL};
+    for (int i = 0; i < 3; i++) snprintf(fds[3 + i], sizeof fds[3 + i], "%d", freezer[i]);
+    char *arguments[] = {"agent", fds[0], fds[1], fds[2], fds[3], fds[4], fds[5], texts[1], texts[3], NULL};
     execve("/opt/agent", arguments, texts + 4);
     die("agent");
     return -1;

@@ -13,7 +13,8 @@ from venusrl.sandbox.places import variables
 
 ENTROPY_BYTES = 32
 GUEST_MIB = 288  # what the guest's kernel and its file system take of its memory
-CGROUPS = {"memory": "guest", "pids": "guest", "cpu": None}  # the guest's kernel limits all of it together
+# The guest's kernel limits all of it together.
+CGROUPS = {"memory": "guest", "pids": "guest", "cpu": None, "freezer": "guest"}
 WAIT_S = 120.0  # for a boot; without hardware virtualization it takes seconds
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 

@@ -101,7 +101,11 @@ class Gvisor:
 
     @property
     def host(self) -> dict:
-        return {"mode": "gvisor", "runsc": self._version, "cgroups": {"memory": None, "pids": "guest", "cpu": None}}
+        return {
+            "mode": "gvisor",
+            "runsc": self._version,
+            "cgroups": {"memory": None, "pids": "guest", "cpu": None, "freezer": None},
+        }
 
     def ceiling(self, template: Template) -> int:
         """See Backend.ceiling."""
@@ -129,7 +133,7 @@ class Gvisor:
         env = variables(template, f"{own}{_PATH}")
         limits = [("RLIMIT_CORE", 1), ("RLIMIT_FSIZE", template.file_bytes), ("RLIMIT_NOFILE", OPEN_FILES)]
         limits += [("RLIMIT_DATA", template.memory_bytes)]
-        arguments = ["0", "1", "-1", str(template.pids), str(template.output_bytes)]
+        arguments = ["0", "1", "-1", "-1", "-1", "-1", str(template.pids), str(template.output_bytes)]
         # The agent begins as another user than commands; what it may do for that, it gives up (agent.c, stand_apart).
         capabilities = {kind: ["CAP_SETUID", "CAP_SETGID"] for kind in ("bounding", "effective", "permitted")}
         return {

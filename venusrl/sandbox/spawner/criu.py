@@ -16,9 +16,7 @@ def mounts(pid: int) -> list[str]:
     return [place for place in places if place not in _ITS_OWN]
 
 
-def dump_command(
-    criu: str, pid: int, folder: str, places: list[str], ghost_bytes: int, freezer: str
-) -> list[str]:
+def dump_command(criu: str, pid: int, folder: str, places: list[str], ghost_bytes: int, freezer: str) -> list[str]:
     """Saves the tree of process `pid`, all of which is frozen in the group `freezer`, and is so afterwards."""
     command = [criu, "dump", "-t", str(pid), "-D", folder, "-o", "dump.log", "--leave-running"]
     command += ["--network-lock", "skip", "--ghost-limit", str(ghost_bytes), "--freeze-cgroup", freezer, *_COMMON]
