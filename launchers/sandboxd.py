@@ -63,6 +63,8 @@ async def serve() -> None:
         daemon = Daemon(pool, tuple(_LOWERS.value), tuple(_PEERS.value), key)
         if pool.host["mode"] == "single":
             logging.warning("not root: sandboxes are of one user, without cgroups of their own where the host has none")
+        if pool.host["cgroups"]["freezer"] is None:
+            logging.warning("no freezer cgroup: commands can escape pauses, and process sandboxes cannot be saved")
         print(f"sandboxes at {address}", flush=True)
         await answer(daemon.application, listener)
 

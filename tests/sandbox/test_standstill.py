@@ -6,15 +6,18 @@ kernel lets them.
 
 import asyncio
 import os
+import secrets
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.sandbox.conftest import MACHINES, ROOT, needs_criu, needs_root
+from tests.sandbox.conftest import MACHINES, ROOT, needs_criu, needs_root, processes
 from tests.sandbox.test_migration import nodes  # noqa: F401, a fixture
-from venusrl.sandbox import Template
+from venusrl.sandbox import SandboxPool, Template
 from venusrl.sandbox.spawner import limits
 from venusrl.sandbox.spawner.freezer import Freezer
 
@@ -140,8 +143,7 @@ async def test_a_deadline_is_as_long_beside_pauses(pool):
 
 
 async def test_nobody_flees_a_deadline(pool):
-    """Beside another command, which goes on."""
-    needs_freezer(pool)
+    """Beside another command, which goes on; also where the commands are stopped by signals."""
     sandbox = await pool.create(Template("test"))
     await sandbox.write("fleeing.py", FLEEING.encode())
     await hostile(sandbox)
@@ -299,6 +301,49 @@ def test_without_a_freezer_the_tier_says_so_and_nothing_is_saved():
     run = without_mounts("cgroup2?", "-c", WITHOUT)
     none, on, refused, parked = run.stdout.splitlines()
     assert (none, on) == ("None", "goes on") and "freezer cgroup" in refused and parked == os.strerror(95)
+
+
+OWNER = """
+import asyncio
+from venusrl.sandbox import SandboxPool, Template
+async def main():
+    async with SandboxPool(max_sandboxes=1) as pool:
+        sandbox = await pool.create(Template("test"))
+        await sandbox.start("exec -a MARKER sleep 1000")
+        await asyncio.sleep(0.2)
+        await sandbox.pause()
+        print(pool.spawner_pid, flush=True)
+        await asyncio.sleep(1000)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["owner", "owner and spawner"])
+def test_who_is_paused_ends_with_its_node(both):
+    """With the owner, by its spawner; with both, when the next pool starts at the latest."""
+    marker = f"paused-{secrets.token_hex(8)}"
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER.replace("MARKER", marker)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    spawner = int(owner.stdout.readline())
+    assert len(processes(marker)) >= 2  # the owner's own command line has it, too
+    if both:
+        os.kill(owner.pid, signal.SIGSTOP)  # or it would clean up
+        os.kill(spawner, signal.SIGKILL)
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+
+    async def next_pool():
+        async with SandboxPool(max_sandboxes=1) as pool:
+            await pool.create(Template("test"))
+
+    if both:
+        asyncio.run(next_pool())
+    give_up = time.monotonic() + 10.0
+    while processes(marker):
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
 
 
 def test_a_process_that_is_gone_is_not_moved(tmp_path):

@@ -427,21 +427,13 @@ def _kill_members(directory: str) -> int:
 
 
 def start_time(pid: int) -> int | None:
-    """Start of a process in clock ticks since boot, which with its pid names it for good; None if there is none."""
+    """Start of a process in clock ticks since boot, which with its pid names it for good; None if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as f:
-            return int(f.read().rpartition(b")")[2].split()[19])
+            fields = f.read().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-
-
-def runs(pid: int) -> bool:
-    """It is there, and has not ended."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as f:
-            return f.read().rpartition(b")")[2].split()[0] != b"Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    return None if fields[0] == b"Z" else int(fields[19])
 
 
 def _pid_namespace() -> int:

@@ -170,7 +170,7 @@ def pid_of(folder: str) -> int:
 def check_frozen(group: limits.Group, agent: int) -> None:
     """Raises OSError unless every process of a restored sandbox but its agent is frozen, or about to be."""
     running = set(group.processes()) - {agent} - group.freezer.members()
-    if not group.freezer.is_asked() or any(limits.runs(pid) for pid in running):
+    if not group.freezer.is_asked() or any(limits.start_time(pid) is not None for pid in running):
         raise OSError(errno.EIO, "its commands did not stand still")
 
 
