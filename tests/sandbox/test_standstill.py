@@ -19,7 +19,6 @@ from tests.sandbox.conftest import MACHINES, ROOT, needs_criu, needs_root, proce
 from tests.sandbox.test_migration import nodes  # noqa: F401, a fixture
 from venusrl.sandbox import SandboxPool, Template
 from venusrl.sandbox.spawner import limits
-from venusrl.sandbox.spawner.freezer import Freezer
 
 # Each of its threads of each of its processes writes down the longest time that it did not run, and whether it could
 # open the agent's memory. argv: name, processes, threads.
@@ -224,30 +223,45 @@ def test_the_freezer_of_each_version(version):
     if cgroups.report["freezer"] != f"v{version}":
         pytest.skip(f"no freezer of version {version} that can be written")
     group = cgroups.make("one", 1 << 30, 64)
+    top = f"{cgroups.hierarchies[0].directory}/../cgroup.procs"
     try:
-        group.join(os.getpid())
-        state, seen, join = group.freezer.open_files()
+        group.join(os.getpid())  # as the agent
+        files = group.freezer.open_files()
         child = subprocess.Popen(
-            ["bash", "-c", f"echo 0 >&{join} || exit 9; while true; do kill -CONT $$; done"],
-            pass_fds=[join], user=65534, group=65534, start_new_session=True, cwd="/",
+            ["bash", "-c", f"echo 0 >&{files[2]} || exit 9; while true; do kill -CONT $$; done"],
+            pass_fds=files[2:], user=65534, group=65534, start_new_session=True, cwd="/",
         )  # fmt: skip
-        used = lambda: int(Path(f"/proc/{child.pid}/stat").read_text().rsplit(")")[-1].split()[11])  # noqa: E731
-        while used() < 3:
+        limits.write(top, str(os.getpid()))
+        for fd in files:
+            os.close(fd)
+
+        def used() -> int:
+            """Ticks of the processor."""
             assert child.poll() is None
+            return sum(map(int, Path(f"/proc/{child.pid}/stat").read_text().rsplit(")")[-1].split()[11:13]))
+
+        def runs() -> bool:
+            before = used()
+            for _ in range(50):
+                os.kill(child.pid, signal.SIGCONT)
+                time.sleep(0.001)
+            return used() > before
+
+        while used() < 3:
+            pass
         group.freezer.freeze()
-        assert group.freezer.is_asked() and child.pid in group.freezer.members()
-        before = used()
-        os.kill(child.pid, 18)
-        assert [used() for _ in range(2000)][-1] == before
+        assert group.freezer.is_asked() and child.pid in group.freezer.members() and not runs()
+        with group.freezer.whole_frozen():
+            assert not group.freezer.is_asked() and not runs()
+        assert group.freezer.is_asked() and not runs()
+        group.freezer.thaw()
+        assert not group.freezer.is_asked() and runs()
+        group.freezer.freeze()
         child.kill()
         group.let_die()
-        assert child.wait(5) == -9
-        for fd in (state, seen, join):
-            os.close(fd)
+        assert child.wait(5) == -signal.SIGKILL
     finally:
-        for hierarchy in cgroups.hierarchies:
-            top = hierarchy.directory.rsplit("/", 1)[0]
-            limits.write(f"{top}/cgroup.procs", str(os.getpid()))
+        limits.write(top, str(os.getpid()))
         while not group.remove() or not cgroups.close():
             pass
 
@@ -344,9 +358,3 @@ def test_who_is_paused_ends_with_its_node(both):
     while processes(marker):
         assert time.monotonic() < give_up
         time.sleep(0.05)
-
-
-def test_a_process_that_is_gone_is_not_moved(tmp_path):
-    (tmp_path / "tasks").touch()
-    Freezer(str(tmp_path), 1, str(tmp_path)).take([2**22 - 1])
-    assert (tmp_path / "tasks").read_text() == ""

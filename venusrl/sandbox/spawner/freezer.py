@@ -1,24 +1,25 @@
 """The freezer of one sandbox: a cgroup of its commands that stop together, whatever signals they send each other.
 
-The agent is not in it while it works: it freezes and thaws its commands by descriptors that the spawner gives it, and
-every shell moves itself in before it runs a script. While a sandbox is saved the agent is in it, too.
+It is a group below the sandbox's own, which the agent stays in: the agent freezes and thaws its commands by descriptors
+that the spawner gives it, and every shell moves itself in before it runs a script. While a sandbox is saved its whole
+group is frozen, the agent with it.
 
-Version 1: a group of the freezer hierarchy; the agent stays in the spawner's own. A frozen process does not die of
-SIGKILL before it is thawed. Version 2: a threaded group below the sandbox's own, so that a process moves itself without
-a lock of the whole system's; what is frozen dies at once.
+Version 1: a frozen process does not die of SIGKILL before it is thawed. Version 2: what is frozen dies at once; the
+group of commands is threaded, so that a process moves itself in without a lock of the whole system's.
 """
 
 import errno
 import os
 import signal
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 FREEZE_S = 5.0  # that all processes may take to stop
 _LOOK_S = 0.001
 _AGAIN = 200  # looks, after which version 1 is told again: a fork may have kept it from finishing
 _STATES = {1: ("THAWED", "FROZEN"), 2: ("0", "1")}
-COMMANDS = "commands"  # of version 2, below the group of a sandbox
+_COMMANDS = "commands"
 
 
 def freezer_files(version: int) -> tuple[str, str, str]:
@@ -29,16 +30,20 @@ def freezer_files(version: int) -> tuple[str, str, str]:
 
 
 class Freezer:
-    """Args:
-    directory: of the group, which is there.
-    version: of cgroups.
-    outside: directory of the group where the agent is while it works.
-    """
+    """Attributes: whole, directory: of the sandbox's group, and of the group of its commands; version: of cgroups."""
 
-    def __init__(self, directory: str, version: int, outside: str):
-        self.directory = directory
+    def __init__(self, whole: str, version: int):
+        """Makes the group of commands. OSError where the kernel refuses."""
+        self.whole = whole
         self.version = version
-        self._outside = outside
+        self.directory = f"{whole}/{_COMMANDS}"
+        os.mkdir(self.directory)
+        try:
+            if version == 2:
+                write(f"{self.directory}/cgroup.type", "threaded")
+        except OSError:
+            os.rmdir(self.directory)
+            raise
 
     def open_files(self) -> list[int]:
         """Descriptors for the agent: to freeze, to see whether all are frozen, and for its shells to join."""
@@ -55,9 +60,9 @@ class Freezer:
         return opened
 
     @property
-    def told(self) -> str:
-        """The file by which it is told, and what freezes, for a shell script: `echo WORD > FILE`."""
-        return f"echo {_STATES[self.version][1]} > {self.directory}/{freezer_files(self.version)[0]}"
+    def freeze_command(self) -> str:
+        """What `ask` does, for a shell script."""
+        return f"echo {_STATES[self.version][True]} > {self._state(self.directory)}"
 
     @property
     def members_file(self) -> str:
@@ -65,48 +70,62 @@ class Freezer:
         return f"{self.directory}/{freezer_files(self.version)[2]}"
 
     def is_asked(self) -> bool:
-        """It is frozen, or will be as soon as its processes leave the kernel."""
-        return _read(f"{self.directory}/{freezer_files(self.version)[0]}").strip() not in ("THAWED", "0")
-
-    def is_frozen(self) -> bool:
-        """All of them stand still."""
-        text = _read(f"{self.directory}/{freezer_files(self.version)[1]}")
-        return text.startswith("FROZEN") if self.version == 1 else "frozen 1" in text
+        """Its commands are frozen, or will be as soon as they leave the kernel."""
+        name = "freezer.self_freezing" if self.version == 1 else "cgroup.freeze"  # apart from the whole's
+        return _read(f"{self.directory}/{name}").strip() == "1"
 
     def ask(self) -> None:
-        """Has them stop, without waiting until they do."""
-        write(f"{self.directory}/{freezer_files(self.version)[0]}", _STATES[self.version][1])
+        """Has its commands stop, without waiting until they do."""
+        self._tell(self.directory, frozen=True)
 
-    def freeze(self, wait_s: float = FREEZE_S) -> None:
-        """Returns when all stand still.
+    def thaw(self) -> None:
+        """Its commands go on."""
+        self._tell(self.directory, frozen=False)
+
+    def freeze(self, whole: bool = False) -> None:
+        """Returns when all commands stand still, or the whole sandbox does.
 
         Raises:
           OSError: EBUSY, one of them is in the kernel and does not come back.
         """
-        self.ask()
-        give_up, looks = time.monotonic() + wait_s, 0
-        while not self.is_frozen():
+        directory = self.whole if whole else self.directory
+        self._tell(directory, frozen=True)
+        give_up, looks = time.monotonic() + FREEZE_S, 0
+        while not self._is_frozen(directory):
             if time.monotonic() > give_up:
                 raise OSError(errno.EBUSY, "its processes do not stand still")
             time.sleep(_LOOK_S)
             looks += 1
             if self.version == 1 and looks % _AGAIN == 0:
-                self.ask()
+                self._tell(directory, frozen=True)
 
-    def thaw(self) -> None:
-        """They go on."""
-        write(f"{self.directory}/{freezer_files(self.version)[0]}", _STATES[self.version][0])
+    @contextmanager
+    def whole_frozen(self) -> Iterator[None]:
+        """The whole sandbox stands still, by its own group alone, which may be thawed and frozen meanwhile; afterwards
+        its commands still do.
 
-    def take(self, pids: list[int]) -> None:
-        """Moves processes in, the agent among them; those that have ended do not matter."""
-        for pid in pids:
-            for thread in _threads(pid):
-                with suppress(ProcessLookupError):
-                    write(self.members_file, thread)
+        Raises:
+          OSError: EBUSY, a process does not come back from the kernel.
+        """
+        self.freeze()
+        self.freeze(whole=True)
+        self.thaw()  # as far as the whole lets them
+        try:
+            yield
+        finally:
+            self._tell(self.whole, frozen=True)
+            self.ask()
+            self._tell(self.whole, frozen=False)
 
-    def release(self, pid: int) -> None:
-        """Moves the agent out, so that it goes on."""
-        write(f"{self._outside}/{'tasks' if self.version == 1 else 'cgroup.procs'}", str(pid))
+    def _state(self, directory: str) -> str:
+        return f"{directory}/{freezer_files(self.version)[0]}"
+
+    def _tell(self, directory: str, frozen: bool) -> None:
+        write(self._state(directory), _STATES[self.version][frozen])
+
+    def _is_frozen(self, directory: str) -> bool:
+        text = _read(f"{directory}/{freezer_files(self.version)[1]}")
+        return text.startswith("FROZEN") if self.version == 1 else "frozen 1" in text
 
     def members(self) -> set[int]:
         """Threads that are in it."""
@@ -114,24 +133,18 @@ class Freezer:
 
     def let_die(self) -> None:
         """What is frozen and has been killed ends. Of version 1, all of it is killed first, so that none runs."""
-        if self.version == 1 and self.is_asked():
+        if self.version == 1 and "THAWED" not in _read(self._state(self.directory)):  # the whole's counts, too
             for thread in self.members():
                 with suppress(ProcessLookupError):
                     os.kill(thread, signal.SIGKILL)
             self.thaw()
+            self._tell(self.whole, frozen=False)
 
 
 def thaw_left(directory: str) -> None:
     """In a group of version 1 that nobody owns any more, what has been killed ends."""
     with suppress(OSError):
         write(f"{directory}/freezer.state", _STATES[1][0])
-
-
-def _threads(pid: int) -> list[str]:
-    try:
-        return os.listdir(f"/proc/{pid}/task")
-    except (FileNotFoundError, ProcessLookupError):
-        return []
 
 
 def _read(path: str) -> str:

@@ -11,7 +11,7 @@ import resource
 import signal
 
 from venusrl.sandbox.spawner import namespaces
-from venusrl.sandbox.spawner.freezer import COMMANDS, Freezer, thaw_left, write
+from venusrl.sandbox.spawner.freezer import Freezer, thaw_left, write
 
 _PREFIX = "venusrl-"
 # The pids cgroup is the backstop; RLIMIT_NPROC, which the command's shell sets (see agent), stops commands first, so
@@ -193,7 +193,8 @@ class Group:
 
     def processes(self) -> list[int]:
         """Pids of those that are in it."""
-        return [pid for directory in self._directories[:1] for pid in _members(directory)]
+        directories = [*self._directories, *([] if self.freezer is None else [self.freezer.directory])]
+        return list({pid for directory in directories for pid in _members(directory)})
 
     def kill(self) -> int:
         """Sends SIGKILL to every process that is in it, frozen or not; how many there were."""
@@ -276,9 +277,6 @@ class Cgroups:
             directory = f"{hierarchy.directory}/{name}"
             os.mkdir(directory)
             made.append(directory)
-            if hierarchy.version == 1 and "freezer" in hierarchy.controllers:
-                freezer = Freezer(directory, 1, hierarchy.home or hierarchy.directory)
-                continue
             directories.append(directory)
             homes.append(hierarchy.home)
             for file, value in hierarchy.limits(memory_bytes, pids):
@@ -288,10 +286,8 @@ class Cgroups:
                 oom_path = f"{directory}/{hierarchy.oom_file}"
                 usage_paths = tuple(f"{directory}/{file}" for file in hierarchy.usage_files)
             if "freezer" in hierarchy.controllers:
-                made.append(f"{directory}/{COMMANDS}")
-                os.mkdir(made[-1])
-                write(f"{made[-1]}/cgroup.type", "threaded")
-                freezer = Freezer(made[-1], 2, directory)
+                freezer = Freezer(directory, hierarchy.version)
+                made.append(freezer.directory)
         return Group(directories, homes, oom_path, usage_paths, freezer)
 
     def close(self) -> bool:
@@ -319,8 +315,6 @@ def detect(mountinfo: str, own: str, more: str = "", controllers: tuple[str, ...
         served = tuple(name for name in controllers if name not in hierarchies)
         if version == 1:
             served = tuple(name for name in served if name in options)
-            if len(served) > 1:  # the agent is in the groups of the others, and not in that of the freezer
-                served = tuple(name for name in served if name != "freezer")
             path = paths.get(served[0], "/") if served else "/"
         else:
             path = paths.get("", "/")

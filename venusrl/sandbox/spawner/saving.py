@@ -49,22 +49,18 @@ def helper(work) -> int:
         os._exit(1)  # a fork must not go back into the spawner's loop
 
 
-def save(request: dict, pid: int, freezer: Freezer, processes: list[int]) -> None:
+def save(request: dict, pid: int, freezer: Freezer) -> None:
     """In a helper: saves the sandbox whose agent, process `pid`, has parked.
 
-    The agent can be looked into meanwhile, so nothing of the sandbox may run: what is not frozen yet is frozen first,
-    the agent last. CRIU thaws only what it has stopped itself, and freezes it again before it lets go.
+    The agent can be looked into meanwhile, so nothing else of the sandbox may run. CRIU thaws only what it has stopped
+    itself, and freezes it again before it lets go.
     """
     folder = request["folder"]
     with _reported(folder):
-        freezer.take([process for process in processes if process != pid])
-        freezer.freeze()
-        freezer.take([pid])
         places = criu.mounts(pid)
-        command = criu.dump_command(request["criu"], pid, folder, places, request["ghost_bytes"], freezer.directory)
-        exit_code = _run(command)
-        freezer.ask()
-        freezer.release(pid)
+        command = criu.dump_command(request["criu"], pid, folder, places, request["ghost_bytes"], freezer.whole)
+        with freezer.whole_frozen():
+            exit_code = _run(command)
         if exit_code < 0:  # killed: it may have left its own code in the processes
             os.kill(os.getpid(), signal.SIGKILL)
         if exit_code != 0:
@@ -89,7 +85,7 @@ def restore(request: dict, host: rootfs.Host, base: int, freezer: Freezer) -> No
     with _reported(folder):
         script = f"{folder}/{_FREEZE}"
         with open(os.open(script, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o700), "w") as f:
-            f.write(_FREEZE_SCRIPT.format(members=freezer.members_file, freeze=freezer.told))
+            f.write(_FREEZE_SCRIPT.format(members=freezer.members_file, freeze=freezer.freeze_command))
         with open(f"{folder}/{PLACES}") as f:
             places = json.load(f)
         os.makedirs(rootfs.PREPARED, exist_ok=True)

@@ -262,8 +262,7 @@ class Spawner:
             if freezer is None:  # its commands could look into the agent while that can be looked into
                 raise OSError(errno.ENOTSUP, "this host has no freezer cgroup")
             group = self._cgroups.make(f"save-{self._saves}", _UNLIMITED, _HELPER_PIDS)
-            processes = [*box.group.processes(), box.pid]
-            self._help(lambda: saving.save(message, box.pid, freezer, processes), box.id, group, False, then)
+            self._help(lambda: saving.save(message, box.pid, freezer), box.id, group, False, then)
         except OSError as error:
             if not group.remove():
                 self._unremoved.append(group)
