@@ -41,8 +41,9 @@ class SandboxLost(SandboxError):
     """The sandbox is gone.
 
     Attributes:
-      reason: one of "killed", "oom", "ttl", "node-lost", "closed", "lease" (its owner was away for too long),
-        or "unknown" where a daemon has never heard of it.
+      reason: one of "killed", "oom", "ttl", "node-lost", "closed", "lease" (its owner was away for too long), "start"
+        (it was not there within Template.start_s), "protocol" (its agent said what no agent says), or "unknown" where a
+        daemon has never heard of it.
     """
 
     def __init__(self, sandbox_id: str, reason: str):

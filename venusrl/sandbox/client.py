@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import math
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 
-from venusrl.core.errors import ConfigError, SandboxLost, SandboxUnsupported
+from venusrl.core.errors import ConfigError, SandboxError, SandboxLost, SandboxUnsupported
+from venusrl.sandbox import bounds
 from venusrl.sandbox.agent.files import CHUNK_BYTES
 from venusrl.sandbox.contract import MIB, ExecResult, FileChange, FileInfo, ProcessInfo, Template
+from venusrl.sandbox.frames import check_answer, check_said
 from venusrl.sandbox.keeper import Keeper
 from venusrl.sandbox.pauses import Pauses
 from venusrl.sandbox.process import WINDOW_BYTES, RemoteProcess, check_size
@@ -22,7 +25,8 @@ _GRACE_S = 30.0  # after a deadline; an agent that has not answered by then is b
 _REASON_WAIT_S = 5.0  # that the reason of a sandbox's end may come after its socket closed
 RANGE = 1 << 32  # ids of one client
 _UNANSWERED = ("cancel", "window")
-_OWNER_REASONS = ("killed", "closed", "ttl", "oom", "node-lost", "lease")
+_OWNER_REASONS = ("killed", "closed", "ttl", "oom", "node-lost", "lease", "start", "protocol")
+_MORE_BYTES = 4096  # of a command's output than is kept: the line that says how much is not
 
 
 class ProcessSandbox:
@@ -60,7 +64,7 @@ class ProcessSandbox:
         self._lost_event = asyncio.Event()
         self._mourners: list[Callable[[str], None]] = []
         self._ready: asyncio.Future[None] = self._loop.create_future()
-        self._waiting: dict[int, asyncio.Future[tuple[dict, bytes]]] = {}
+        self._waiting: dict[int, tuple[str, asyncio.Future[tuple[dict, bytes]]]] = {}  # what was asked
         self._processes: dict[int, list[RemoteProcess]] = {}
         self._beginning: dict[int, RemoteProcess] = {}  # by the request that starts or connects it
         self._watches: dict[int, asyncio.Queue[FileChange | None]] = {}
@@ -83,9 +87,15 @@ class ProcessSandbox:
 
         Raises:
           SandboxUnsupported: the host refused a step of the set-up.
+          SandboxLost: it is gone before that; after Template.start_s seconds with the reason "start".
         """
-        await self._ready
-        await asyncio.gather(*(self.write(path, data) for path, data in files.items()))
+        try:
+            async with asyncio.timeout(self.template.start_s):
+                await self._ready
+                await asyncio.gather(*(self.write(path, data) for path, data in files.items()))
+        except TimeoutError:
+            self.mark_lost("start")
+            raise SandboxLost(self.id, "start") from None
 
     # The contract
 
@@ -103,10 +113,11 @@ class ProcessSandbox:
         """See Sandbox.exec."""
         header, raw = command("exec", script, timeout_s, silent_s, user, cwd, user_env)
         header |= {"stdin": "bytes", "pty": None, "merged": True, "window": None}
+        body = raw + bounds.data("exec stdin", stdin, bounds.MOST_BODY - len(raw))
         await self._until_running()
-        request_id, future = self._send(header, raw + stdin)
+        request_id, future = self._send(header, body)
         try:
-            answer, output = await self._answer(future, timeout_s + _GRACE_S, cwd)
+            answer, output = await self._answer(future, header["timeout_s"] + _GRACE_S, cwd)
         except asyncio.CancelledError:
             if self._lost is None:
                 self._send({"op": "cancel", "job": request_id})
@@ -129,13 +140,14 @@ class ProcessSandbox:
         """See Sandbox.start."""
         header, raw = command("start", script, timeout_s, silent_s, user, cwd, user_env)
         if pty is not None:
-            check_size(*pty)
+            pty = check_size(pty)
             if stdin:
                 raise ConfigError("start stdin with pty: a terminal's input comes by Process.send")
             header["env"] = {"TERM": "xterm-256color", **header["env"]}
         header |= {"stdin": "pipe" if stdin is None else "bytes", "pty": None if pty is None else list(pty)}
         header |= {"merged": False, "window": WINDOW_BYTES if follow else None}
-        return await self._process(header, raw + (stdin or b""), None, follow)
+        body = raw + bounds.data("start stdin", b"" if stdin is None else stdin, bounds.MOST_BODY - len(raw))
+        return await self._process(header, body, None, follow)
 
     async def processes(self) -> list[ProcessInfo]:
         """See Sandbox.processes."""
@@ -144,10 +156,12 @@ class ProcessSandbox:
 
     async def connect(self, process: int) -> RemoteProcess:
         """See Sandbox.connect."""
+        process = bounds.whole("connect process", "process", process)
         return await self._process({"op": "connect", "job": process, "window": WINDOW_BYTES}, b"", process, True)
 
     async def read(self, path: str, max_bytes: int = 16 * MIB) -> bytes:
         """See Sandbox.read."""
+        max_bytes = bounds.whole("read max_bytes", "max_bytes", max_bytes)
         parts: list[bytes] = []
         size = 0
         while True:
@@ -160,8 +174,10 @@ class ProcessSandbox:
             if len(data) < CHUNK_BYTES:
                 return b"".join(parts)
 
-    async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
+    async def write(self, path: str, data: bytes, mode: int | None = None) -> None:
         """See Sandbox.write."""
+        mode = mode if mode is None else bounds.whole("write mode", "mode", mode)
+        data = bounds.data("write data", data)
         if len(data) > self.template.file_bytes:
             raise OSError(errno.EFBIG, f"{len(data)} bytes, but file_bytes={self.template.file_bytes}", path)
         for offset in range(0, max(len(data), 1), CHUNK_BYTES):
@@ -175,8 +191,8 @@ class ProcessSandbox:
 
     async def watch(self, path: str) -> AsyncIterator[FileChange]:
         """See Sandbox.watch."""
-        if "\0" in path:
-            raise OSError(errno.EINVAL, "NUL in path", path)
+        if not isinstance(path, str) or "\0" in path or len(path) > bounds.MOST_PATH:
+            raise OSError(errno.EINVAL, "no path", bounds.shown(path))
         await self._until_running()
         request_id, future = self._send({"op": "watch", "path": path})
         changes = self._watches[request_id] = asyncio.Queue()
@@ -241,7 +257,11 @@ class ProcessSandbox:
             return ""
         await asyncio.wait({self._receiver})
         self._check_alive()
-        return answer["berth"]
+        berth = answer.get("berth")
+        if not isinstance(berth, str):
+            self.mark_lost("protocol")
+            raise SandboxLost(self.id, "protocol")
+        return berth
 
     def rehome(self, keeper: Keeper, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> None:
         """It is elsewhere now, and goes on. Other clients of it speak for themselves there."""
@@ -305,7 +325,7 @@ class ProcessSandbox:
     async def kill(self, reason: str = "killed") -> None:
         """See Sandbox.kill."""
         if reason not in _OWNER_REASONS:
-            raise ConfigError(f"kill reason={reason!r}: use one of {', '.join(_OWNER_REASONS)}")
+            raise ConfigError(f"kill reason={bounds.shown(reason)}: use one of {', '.join(_OWNER_REASONS)}")
         self.mark_lost(reason)
         await self._keeper.end(self.id, reason)
 
@@ -337,7 +357,7 @@ class ProcessSandbox:
         if not self._ready.done():
             self._ready.set_exception(SandboxLost(self.id, reason))
             self._ready.exception()  # seen: start() may never be awaited
-        for future in self._waiting.values():
+        for _, future in self._waiting.values():
             if not future.done():
                 future.set_exception(SandboxLost(self.id, reason))
                 future.exception()  # seen: its caller may have been cancelled
@@ -412,9 +432,13 @@ class ProcessSandbox:
             self._send(header)
 
     async def _request(self, header: dict, path: str, body: bytes = b"") -> tuple[dict, bytes]:
+        if not isinstance(path, str):
+            raise ConfigError(f"path={bounds.shown(path)}: give text")
         await self._until_running()
         if "\0" in path:
             raise OSError(errno.EINVAL, "NUL in path", path)
+        if len(path) > bounds.MOST_PATH:
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), f"{path[:80]}...")
         _, future = self._send(header, body)
         return await self._answer(future, _GRACE_S, path)
 
@@ -442,7 +466,7 @@ class ProcessSandbox:
         frame = pack({**header, "id": self._last_id}, body)
         future: asyncio.Future[tuple[dict, bytes]] = self._loop.create_future()
         if header["op"] not in _UNANSWERED:
-            self._waiting[self._last_id] = future
+            self._waiting[self._last_id] = header["op"], future
         self._write(frame)
         return self._last_id, future
 
@@ -464,35 +488,58 @@ class ProcessSandbox:
         return answer, body
 
     async def _receive(self) -> None:
-        with suppress(asyncio.IncompleteReadError, WireError, ConnectionError, ValueError):
+        most_body = max(CHUNK_BYTES, self.template.output_bytes + _MORE_BYTES)
+        try:
             while True:
-                answer, body = await read_frame(self._reader)
-                if "setup_error" in answer:
-                    self._ready.set_exception(SandboxUnsupported(f"cannot make a sandbox: {answer['setup_error']}"))
-                    continue
-                if "ready" in answer:
-                    self.is_ready()
-                    continue
-                if "paused" in answer:
-                    self.pauses.note(answer["paused"])
-                    self.foreign(answer, body)
-                    continue
-                number = answer.get("id", answer.get("job", answer.get("watch", 0)))
-                if number // RANGE != self._range and number not in self._processes:
-                    self.foreign(answer, body)
-                    continue
-                if "id" not in answer:
-                    self._told(answer, body)
-                    continue
-                process = self._beginning.pop(answer["id"], None)
-                if process is not None and "errno" not in answer:
-                    process.began(answer["pid"], body)
-                future = self._waiting.pop(answer["id"], None)
-                if future is not None and not future.done():
-                    future.set_result((answer, body))
-        if self._parked is not None:
+                header, body = await read_frame(self._reader, most_body)
+                check_said(header)
+                self._hear(header, body)
+        except WireError as error:
+            logging.warning("sandbox %s: its agent sent %s; it is ended", self.id, error)
+            self.mark_lost("protocol")
+            with suppress(SandboxError):
+                await self._keeper.end(self.id, "protocol")
             return
-        await self.mourn()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        if self._parked is None:
+            await self.mourn()
+
+    def _hear(self, answer: dict, body: bytes) -> None:
+        """A frame of the agent's. WireError where that cannot be said now."""
+        if "setup_error" in answer:
+            if self._ready.done():
+                raise WireError("the error of a set-up that was over")
+            self._ready.set_exception(SandboxUnsupported(f"cannot make a sandbox: {answer['setup_error']}"))
+            return
+        if "ready" in answer:
+            self.is_ready()
+            return
+        if "paused" in answer:
+            self.pauses.note(answer["paused"])
+            self.foreign(answer, body)
+            return
+        number = answer.get("id", answer.get("job", answer.get("watch", 0)))
+        if number // RANGE != self._range and number not in self._processes:
+            self.foreign(answer, body)
+            return
+        if "id" not in answer:
+            self._told(answer, body)
+            return
+        asked = self._waiting.pop(answer["id"], None)
+        if asked is None:
+            return  # nobody has asked that, or it has been answered
+        op, future = asked
+        try:
+            check_answer(op, answer)
+        except WireError:
+            self._waiting[answer["id"]] = asked  # it ends with the others
+            raise
+        process = self._beginning.pop(answer["id"], None)
+        if process is not None and "errno" not in answer:
+            process.began(answer["pid"], body)
+        if not future.done():
+            future.set_result((answer, body))
 
     def _told(self, message: dict, body: bytes) -> None:
         """Of a process, or of a watched path."""

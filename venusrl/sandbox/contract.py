@@ -13,19 +13,21 @@ from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 from venusrl.core.errors import ConfigError
+from venusrl.sandbox import bounds
+from venusrl.sandbox.bounds import MIB
 
 WORKSPACE = "/workspace"
-MIB = 1 << 20
 _EMPTY: Mapping = MappingProxyType({})
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
+_TEMPLATE_WHOLE = ("memory_bytes", "pids", "file_bytes", "disk_bytes", "output_bytes", "layer_bytes")
 
 
 @dataclass(frozen=True)
 class Template:
     """The recipe of a sandbox: its first files and its limits.
 
-    What `lowers` and `setup` make is built once, and shared: sandboxes of one template have the same pages in memory,
-    until they write.
+    Numbers are within the bounds of sandbox/bounds.py. What `lowers` and `setup` make is built once, and shared:
+    sandboxes of one template have the same pages in memory, until they write.
 
     Attributes:
       name: a label for reports.
@@ -45,6 +47,8 @@ class Template:
       disk_bytes: size of the private file system holding /workspace, /tmp and /dev/shm. It is memory, so it counts
         towards memory_bytes and must be smaller.
       output_bytes: most output kept of one exec: the first half and the last half of it.
+      start_s: seconds that it may take to be there, once it has a place and its template is built; else it is lost with
+        reason "start".
       ttl_s: seconds after creation at which the sandbox is killed with reason "ttl".
       env: variables every command sees, on top of PATH, HOME, USER, LANG and TERM.
 
@@ -68,39 +72,42 @@ class Template:
     oom: str = "kill"
     oom_wait_s: float = 10.0
     tenant: str = ""
+    start_s: float = 60.0
 
     def __post_init__(self):
-        lowest = {"memory_bytes": 16 * MIB, "pids": 2, "file_bytes": 4096, "disk_bytes": MIB, "output_bytes": 256}
-        lowest["layer_bytes"] = 4096
-        for name, low in lowest.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise ConfigError(f"Template.{name}={value!r}: give an integer of at least {low}")
+        for name in ("name", "tenant"):
+            bounds.text(f"Template.{name}", getattr(self, name))
+        for name in _TEMPLATE_WHOLE:
+            self._set(name, bounds.whole(f"Template.{name}", name, getattr(self, name)))
+        for name in ("ttl_s", "setup_s", "oom_wait_s", "start_s"):
+            self._set(name, bounds.seconds(f"Template.{name}", getattr(self, name)))
         if self.disk_bytes >= self.memory_bytes:
             raise ConfigError(
                 f"Template.disk_bytes={self.disk_bytes}: the disk lives in memory, give less than "
                 f"memory_bytes={self.memory_bytes}"
             )
         if self.oom not in ("kill", "hold"):
-            raise ConfigError(f"Template.oom={self.oom!r}: give 'kill' or 'hold'")
-        for name in ("ttl_s", "setup_s", "oom_wait_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"Template.{name}={getattr(self, name)!r}: give a positive number of seconds")
-        for name in ("lowers", "setup"):
-            value = getattr(self, name)
-            if not isinstance(value, tuple) or not all(isinstance(part, str) and part.strip() for part in value):
-                raise ConfigError(f"Template.{name}={value!r}: give a tuple of strings that are not empty")
-        for path, data in self.files.items():
-            parts = path.split("/")
-            if not path or "\0" in path or parts[0] == "" or parts[-1] == "" or ".." in parts:
-                raise ConfigError(f"Template.files[{path!r}]: give a path relative to {WORKSPACE} without '..'")
-            if not isinstance(data, bytes):
-                raise ConfigError(f"Template.files[{path!r}] is {type(data).__name__}: give bytes")
-            if len(data) > self.file_bytes:
-                raise ConfigError(f"Template.files[{path!r}] has {len(data)} bytes: raise file_bytes={self.file_bytes}")
-        check_env("Template.env", self.env)
-        object.__setattr__(self, "files", MappingProxyType(dict(self.files)))
-        object.__setattr__(self, "env", MappingProxyType(dict(self.env)))
+            raise ConfigError(f"Template.oom={bounds.shown(self.oom)}: give 'kill' or 'hold'")
+        for name, most in (("lowers", bounds.MOST_PATH), ("setup", bounds.MOST_TEXT)):
+            bounds.texts(f"Template.{name}", getattr(self, name), most)
+        self._set("files", MappingProxyType(bounds.entries("Template.files", self.files, self._file)))
+        env = check_env("Template.env", self.env)
+        for key, value in env.items():
+            bounds.text(f"Template.env[{key!r}]", value, bounds.MOST_TEXT)
+        self._set("env", MappingProxyType(env))
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _file(self, what: str, path: object, data: object) -> bytes:
+        parts = bounds.text(what, path, bounds.MOST_PATH).split("/")
+        if not path or parts[0] == "" or parts[-1] == "" or ".." in parts:
+            raise ConfigError(f"{what}: give a path relative to {WORKSPACE} without '..'")
+        if not isinstance(data, bytes):
+            raise ConfigError(f"{what} is {type(data).__name__}: give bytes")
+        if len(data) > self.file_bytes:
+            raise ConfigError(f"{what} has {len(data)} bytes: raise file_bytes={self.file_bytes}")
+        return data
 
     @property
     def is_built(self) -> bool:
@@ -108,11 +115,22 @@ class Template:
         return bool(self.lowers or self.setup)
 
 
-def check_env(what: str, env: Mapping[str, str]) -> None:
-    """Raises ConfigError unless every entry can be an environment variable."""
-    for key, value in env.items():
+def check_env(what: str, env: Mapping[str, str]) -> dict[str, str]:
+    """The variables; raises ConfigError unless every entry can be one."""
+
+    def check(entry: str, key: object, value: object) -> str:
         if not isinstance(key, str) or not isinstance(value, str) or not _NAME.fullmatch(key) or "\0" in value:
-            raise ConfigError(f"{what}[{key!r}]={value!r}: give strings, without NUL; a name is letters, digits and _")
+            raise ConfigError(
+                f"{entry}={bounds.shown(value)}: give strings, without NUL; a name is letters, digits and _"
+            )
+        if len(value) > bounds.MOST_TEXT:
+            raise ConfigError(f"{entry} has {len(value)} characters: give at most {bounds.MOST_TEXT}")
+        return value
+
+    checked = bounds.entries(what, env, check)
+    if sum(len(key) + len(value) for key, value in checked.items()) > bounds.MOST_TEXT:
+        raise ConfigError(f"{what} has more than {bounds.MOST_TEXT} characters; give less")
+    return checked
 
 
 @dataclass(frozen=True)
@@ -283,8 +301,12 @@ class Sandbox(Protocol):
     async def read(self, path: str, max_bytes: int = 16 * MIB) -> bytes:
         """The bytes of a regular file. OSError with the sandbox's errno; EFBIG if larger than max_bytes."""
 
-    async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
-        """Writes a file, making its parents. OSError with the sandbox's errno (ENOSPC, EFBIG, EACCES, ...)."""
+    async def write(self, path: str, data: bytes, mode: int | None = None) -> None:
+        """Writes a file, making its parents. OSError with the sandbox's errno (ENOSPC, EFBIG, EACCES, ...).
+
+        Args:
+          mode: permission bits that it has then; None: those that it had, and 0o644 where it is new.
+        """
 
     async def stat(self, path: str) -> FileInfo:
         """What a path is; a link is not followed. OSError with the sandbox's errno."""

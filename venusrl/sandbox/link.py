@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from venusrl.core.errors import SandboxError, SandboxUnsupported
+from venusrl.core.errors import SandboxError, SandboxLost, SandboxUnsupported
 from venusrl.sandbox.spawner import limits
 from venusrl.sandbox.spawner.spawner import PACKET_BYTES
 
@@ -109,7 +109,7 @@ class SpawnerLink:
 
         Raises:
           SandboxUnsupported: the host refuses.
-          SandboxError: the spawner died, or the sandbox cannot be restored.
+          SandboxError: the sandbox cannot be restored; SandboxLost: the spawner died.
         """
         future: asyncio.Future[socket.socket | None] = self._loop.create_future()
         self._creating[sandbox_id] = (op, future)
@@ -282,9 +282,9 @@ class SpawnerLink:
         self._control.close()
         if not self._hello.done():
             self._hello.set_exception(SandboxError("the spawner died at its start"))
-        for _, future in self._creating.values():
+        for sandbox_id, (_, future) in self._creating.items():
             if not future.done():
-                future.set_exception(SandboxError("the spawner died during create"))
+                future.set_exception(SandboxLost(sandbox_id, "node-lost"))
         self._creating.clear()
         for _, future in self._asking.values():
             if not future.done():

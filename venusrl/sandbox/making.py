@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from venusrl.core.errors import ConfigError, SandboxError, SandboxLost, SandboxUnsupported
+from venusrl.sandbox import bounds
 from venusrl.sandbox.accounting import Usage
+from venusrl.sandbox.bounds import LONGEST_S
 from venusrl.sandbox.client import RANGE, ProcessSandbox
 from venusrl.sandbox.contract import MIB, Template
 from venusrl.sandbox.layers import Layer, LayerStore, count, default_folder
@@ -120,8 +122,9 @@ class Making(Places):
         Raises:
           SandboxCapacity: no place within wait_s.
           SandboxUnsupported: the host cannot make sandboxes; the message names the settings.
-          SandboxError: a command of the set-up fails, what was built is damaged, the pool is closed, or the spawner
-            died during the call (the next call starts another).
+          SandboxError: a command of the set-up fails, what was built is damaged, or the pool is closed.
+          SandboxLost: it ended before it was there: with reason "start" after Template.start_s seconds, "node-lost"
+            where the spawner died (the next call starts another).
           OSError: a file of the template does not fit on its disk.
         """
         if self._closed:
@@ -171,6 +174,7 @@ class Making(Places):
         """
         if self._link is None or self._link.closed.is_set():
             raise SandboxLost(sandbox.id, sandbox.lost or "node-lost")
+        memory_bytes = bounds.whole("memory_bytes", "memory_bytes", memory_bytes)
         await self._link.resize(sandbox.id, memory_bytes)
         self._limits[sandbox.id] = memory_bytes
         self.short_of_memory.discard(sandbox.id)
@@ -235,12 +239,16 @@ class Making(Places):
             await self._hold(layer)
         tree = str(layer.tree) if isinstance(layer, Layer) else layer and str(layer)
         request = self._request(template) | {"layer": tree, "build": build}
-        if restored is None:
-            self._ends[sandbox_id] = asyncio.get_running_loop().time() + template.ttl_s
-            return await link.create(sandbox_id, request)
-        self._limits[sandbox_id] = restored.snapshot.memory_bytes
-        self._ends[sandbox_id] = asyncio.get_running_loop().time() + (restored.ttl_s or template.ttl_s)
-        return await link.create(sandbox_id, request | restored.request(), "restore")
+        op, ttl_s = "create", template.ttl_s
+        if restored is not None:
+            self._limits[sandbox_id] = restored.snapshot.memory_bytes
+            op, ttl_s, request = "restore", restored.ttl_s or ttl_s, request | restored.request()
+        self._ends[sandbox_id] = asyncio.get_running_loop().time() + ttl_s
+        try:
+            async with asyncio.timeout(template.start_s):
+                return await link.create(sandbox_id, request, op)
+        except TimeoutError:
+            raise SandboxLost(sandbox_id, "start") from None
 
     async def _begin(
         self, sandbox_id: str, template: Template, agent: socket.socket, restored: Restored | None
@@ -285,7 +293,7 @@ class Making(Places):
             link = await self._spawner()
             # Whole pages, and what the kernel keeps of every file.
             room = layer.manifest.bytes + layer.manifest.files * 2 * resource.getpagesize() + 64 * MIB
-            request = {"hold": str(layer.tree), "memory_bytes": room, "pids": 2, "ttl_s": 1e9}
+            request = {"hold": str(layer.tree), "memory_bytes": room, "pids": 2, "ttl_s": LONGEST_S}
             reader, self._holders[holder] = await asyncio.open_connection(sock=await link.create(holder, request))
             try:
                 await read_frame(reader)

@@ -7,8 +7,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from venusrl.core.errors import ConfigError
+from venusrl.sandbox import bounds
 from venusrl.sandbox.contract import ExecResult, Output
+from venusrl.sandbox.wire import WireError
 
+_MOST_KEPT = 8 << 20  # of a process, what its end brings among it
 WINDOW_BYTES = 1 << 20  # of output on its way or not taken yet; what comes after waits in the command's pipe
 
 # (header, body) -> the answer
@@ -33,7 +36,7 @@ class RemoteProcess:
         self._followed = False  # from when it has begun
         self._readers = self._waiters = 0
         self._output: deque[Output] = deque()
-        self._taken = 0
+        self._taken = self._kept_bytes = 0
         self._more = asyncio.Event()
         self._end: asyncio.Future[ExecResult] = asyncio.get_running_loop().create_future()
 
@@ -52,6 +55,7 @@ class RemoteProcess:
                     continue
                 output = self._output.popleft()
                 self._taken += len(output.data)
+                self._kept_bytes -= len(output.data) if output.stream != "kept" else 0
                 if self._taken >= WINDOW_BYTES // 4 and self._followed and not self._end.done():
                     self._tell({"op": "window", "job": self.id, "bytes": self._taken})
                     self._taken = 0
@@ -76,19 +80,18 @@ class RemoteProcess:
             self._tell({"op": "window", "job": self.id, "bytes": None})
 
     async def send(self, data: bytes) -> None:
-        if data:
+        if data := bounds.data("send data", data):
             await self._ask({"op": "input", "job": self.id}, data)
 
     async def close_stdin(self) -> None:
         await self._ask({"op": "input", "job": self.id}, b"")
 
     async def signal(self, number: int) -> None:
-        if not 1 <= number <= 64:
-            raise ConfigError(f"signal number={number}: give 1 to 64")
-        await self._ask({"op": "signal", "job": self.id, "number": int(number)}, b"")
+        number = bounds.whole("signal number", "signal", number)
+        await self._ask({"op": "signal", "job": self.id, "number": number}, b"")
 
     async def resize(self, rows: int, columns: int) -> None:
-        check_size(rows, columns)
+        rows, columns = check_size((rows, columns))
         await self._ask({"op": "resize", "job": self.id, "rows": rows, "columns": columns}, b"")
 
     async def kill(self) -> ExecResult:
@@ -104,9 +107,12 @@ class RemoteProcess:
             self._output.append(Output("kept", kept))
 
     def came(self, stream: str, data: bytes) -> None:
-        """Output has come."""
+        """Output has come. WireError where it is more than the window lets."""
         if self._followed:
             self._output.append(Output(stream, data))
+            self._kept_bytes += len(data)
+            if self._kept_bytes > _MOST_KEPT:
+                raise WireError("more output than it was to send")
             self._more.set()
 
     def unfollow(self) -> None:
@@ -124,7 +130,9 @@ class RemoteProcess:
         self._more.set()
 
 
-def check_size(rows: int, columns: int) -> None:
-    """Raises ConfigError unless a terminal can be of this size."""
-    if not (1 <= rows <= 0xFFFF and 1 <= columns <= 0xFFFF):
-        raise ConfigError(f"terminal size rows={rows} columns={columns}: give 1 to 65535")
+def check_size(size: tuple[int, int]) -> tuple[int, int]:
+    """Rows and columns; raises ConfigError unless a terminal can be of this size."""
+    if not isinstance(size, tuple | list) or len(size) != 2:
+        raise ConfigError(f"terminal size {bounds.shown(size)}: give rows and columns")
+    rows, columns = size
+    return (bounds.whole("terminal size rows", "rows", rows), bounds.whole("terminal size columns", "columns", columns))

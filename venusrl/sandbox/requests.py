@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 
 from venusrl.core.errors import ConfigError
+from venusrl.sandbox.bounds import MOST_PATH, data, seconds, shown
 from venusrl.sandbox.contract import ExecResult, FileChange, check_env
 
 MOST_CHANGES = 10_000  # of a watched path that wait to be taken
@@ -27,17 +28,15 @@ def command(
     user_env: Mapping[str, str] | None,
 ) -> tuple[dict, bytes]:
     """The request's header and the script's bytes. ConfigError for what cannot be."""
-    for name, value in (("timeout_s", timeout_s), ("silent_s", silent_s)):
-        if value is not None and not value > 0:
-            raise ConfigError(f"{what} {name}={value!r}: give a positive number of seconds")
+    times = {"timeout_s": timeout_s, "silent_s": silent_s}
+    times = {name: value if value is None else seconds(f"{what} {name}", value) for name, value in times.items()}
     if user not in _USERS:
-        raise ConfigError(f"{what} user={user!r}: the process backend has one user, 'sandbox'")
-    if cwd is not None and (not cwd or "\0" in cwd):
-        raise ConfigError(f"{what} cwd={cwd!r}: give a directory, without NUL")
-    env = dict(user_env or {})
-    check_env(f"{what} user_env", env)
-    raw = encoded(script) if isinstance(script, str) else script
-    header = {"op": what, "timeout_s": timeout_s, "silent_s": silent_s, "env": env, "script_bytes": len(raw)}
+        raise ConfigError(f"{what} user={shown(user)}: the process backend has one user, 'sandbox'")
+    if cwd is not None and (not isinstance(cwd, str) or not cwd or "\0" in cwd or len(cwd) > MOST_PATH):
+        raise ConfigError(f"{what} cwd={shown(cwd)}: give a directory, without NUL")
+    env = check_env(f"{what} user_env", {} if user_env is None else user_env)
+    raw = data(f"{what} script", encoded(script) if isinstance(script, str) else script)
+    header = {"op": what, **times, "env": env, "script_bytes": len(raw)}
     return {**header, "cwd": cwd}, raw
 
 

@@ -28,10 +28,10 @@ def pack(header: dict, body: bytes = b"") -> bytes:
     return LENGTHS.pack(len(head), len(body)) + head + body
 
 
-def check_lengths(raw: bytes) -> tuple[int, int]:
+def check_lengths(raw: bytes, most_body: int = MAX_BODY_BYTES) -> tuple[int, int]:
     """(header bytes, body bytes) of a frame's first 8 bytes; WireError if over the limits."""
     head, body = LENGTHS.unpack(raw)
-    if head > MAX_HEADER_BYTES or body > MAX_BODY_BYTES:
+    if head > MAX_HEADER_BYTES or body > most_body:
         raise WireError(f"peer announced a frame of {head}+{body} bytes")
     return head, body
 
@@ -43,13 +43,23 @@ def unpack(data: bytes) -> tuple[dict, bytes]:
     head, body = check_lengths(data[: LENGTHS.size])
     if len(data) != LENGTHS.size + head + body:
         raise WireError(f"{len(data)} bytes are not the frame of {head}+{body} that they begin")
+    return _header(data[LENGTHS.size : LENGTHS.size + head]), data[LENGTHS.size + head :]
+
+
+def _header(data: bytes) -> dict:
+    """What the header of a frame says; WireError where it is no JSON, or nested beyond any that is sent."""
     try:
-        return json.loads(data[LENGTHS.size : LENGTHS.size + head]), data[LENGTHS.size + head :]
-    except ValueError as error:
-        raise WireError(f"the header is no JSON: {error}") from None
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"the header is no JSON: {str(error)[:100]}") from None
 
 
-async def read_frame(reader) -> tuple[dict, bytes]:
-    """Next frame from an asyncio StreamReader; IncompleteReadError at end of stream."""
-    head, body = check_lengths(await reader.readexactly(LENGTHS.size))
-    return json.loads(await reader.readexactly(head)), await reader.readexactly(body)
+async def read_frame(reader, most_body: int = MAX_BODY_BYTES) -> tuple[dict, bytes]:
+    """Next frame from an asyncio StreamReader.
+
+    Raises:
+      IncompleteReadError: the stream ends.
+      WireError: it is no frame, or larger than allowed.
+    """
+    head, body = check_lengths(await reader.readexactly(LENGTHS.size), most_body)
+    return _header(await reader.readexactly(head)), await reader.readexactly(body)

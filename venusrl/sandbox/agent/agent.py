@@ -36,7 +36,6 @@ _MAX_ENDED = 32  # started commands whose ends are remembered
 _KILL_WAIT_S = 10.0
 _SPARE_S = 5.0  # that a shell waits for the next command
 _LONGEST_POLL_S = 3600.0  # poll(2) takes no more than 2^31 ms
-_SHOWN_BYTES = 80  # of a script, in the list of processes
 # Of a request: a path that is no text, a field of the wrong kind or not there, a number that is none of the kernel's.
 _BAD_FIELD = (ValueError, TypeError, KeyError, OverflowError, struct.error)
 
@@ -269,7 +268,7 @@ class Agent:
     def _op_processes(self, header: dict, body: bytes):
         now = time.monotonic()
         rows = [
-            [job.number, job.pid, job.script[:_SHOWN_BYTES].decode("utf-8", "replace"), now - job.started]
+            [job.number, job.pid, job.script.decode("utf-8", "replace"), now - job.started]
             for job in self._jobs.values()
             if job.status is None
         ]

@@ -55,7 +55,8 @@ def _read(path: str, offset: int, max_bytes: int) -> tuple[dict, bytes]:
         os.close(fd)
 
 
-def _write(path: str, offset: int, mode: int, data: bytes) -> tuple[dict, bytes]:
+def _write(path: str, offset: int, mode: int | None, data: bytes) -> tuple[dict, bytes]:
+    """Mode None: as it is, or what is usual for a new one."""
     parent = os.path.dirname(path)
     if offset == 0:
         try:
@@ -63,12 +64,13 @@ def _write(path: str, offset: int, mode: int, data: bytes) -> tuple[dict, bytes]
         except FileExistsError:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
     flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
-    fd = os.open(path, flags, 0o600)
+    fd = os.open(path, flags, 0o644 if mode is None else 0o600)  # the agent's umask takes nothing of that
     try:
         _regular(fd)
         if offset == 0:
             os.ftruncate(fd, 0)
-            os.fchmod(fd, mode)
+            if mode is not None:
+                os.fchmod(fd, mode)
         view = memoryview(data)
         while view:
             written = os.pwrite(fd, view, offset)

@@ -8,7 +8,7 @@ import struct
 import termios
 import time
 
-from venusrl.sandbox.agent.output import Capture
+from venusrl.sandbox.agent.output import Capture, beginning
 from venusrl.sandbox.agent.wire import patiently
 
 SHELL = "/bin/bash"
@@ -22,6 +22,7 @@ _BOOT = (
 )
 _BOOT_IN = 'cd -- "$1" || exit; shift; ' + _BOOT
 READ_BYTES = 64 * 1024
+_SHOWN_BYTES = 80  # of a script, in the list of processes
 SPARE_SCRIPT_BYTES = 32 * 1024
 
 
@@ -102,7 +103,7 @@ class Job:
         self.outputs: dict[int, str] = {}
         self.stdin = -1
         self.unsent: list[tuple[int, bytes | None]] = []
-        self.script = body[:80]
+        self.script = beginning(body[: header["script_bytes"]], _SHOWN_BYTES)
         if spare is not None:
             spare.begin(body)
             self.outputs[spare.output], self.pid = "output", spare.pid

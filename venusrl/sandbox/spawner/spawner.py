@@ -25,13 +25,16 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable
 
+from venusrl.core.errors import ConfigError
 from venusrl.sandbox.agent.berth import ADOPTED, KEPT, meet
 from venusrl.sandbox.spawner import limits, namespaces, rootfs, saving, seccomp
 from venusrl.sandbox.spawner.birth import USER_NAMESPACE_FIX, Birth
 from venusrl.sandbox.spawner.boxes import Box, Helper
 from venusrl.sandbox.spawner.holder import hold
+from venusrl.sandbox.spawner.messages import check
 from venusrl.sandbox.spawner.sharing import Sharing
 
 PACKET_BYTES = 1 << 17
@@ -42,7 +45,18 @@ _USAGE_ROWS = 500  # in a packet
 # What a restored sandbox may have beyond its own limits, for CRIU, until it stands.
 _HELPER_BYTES, _HELPER_PIDS = 128 << 20, 32
 _UNLIMITED = 1 << 50
+_MOST_ERROR = 500  # characters
 _LONGEST_POLL_S = 3600.0  # poll(2) takes no more than 2^31 ms, and a ttl may be longer
+
+
+def _apart(work: Callable, subject: Box | Helper) -> None:
+    """What goes wrong with one sandbox must not end the others."""
+    try:
+        work(subject)
+    except ConnectionError:
+        raise
+    except Exception:  # noqa: BLE001, whatever it is
+        traceback.print_exc()
 
 
 def _signal(pids: list[int], number: int) -> None:
@@ -122,16 +136,16 @@ class Spawner:
         if self._owner_fd in ready:
             return False
         for box in [box for fd, box in self._boxes.items() if fd in ready]:
-            self._collect(box)
+            _apart(self._collect, box)
         for helper in [helper for fd, helper in self._helpers.items() if fd in ready]:
-            self._end_help(helper)
+            _apart(self._end_help, helper)
         for box in [box for box in self._boxes.values() if box.oom_event in ready]:
-            self._wait_for_memory(box)
+            _apart(self._wait_for_memory, box)
         if self._control.fileno() in ready:
             packet = self._control.recv(PACKET_BYTES)
             if not packet:
                 return False
-            self._serve(json.loads(packet))
+            self._hear(packet)
         now = time.monotonic()
         for box in self._boxes.values():
             if box.reason is None and now >= box.expires:
@@ -154,6 +168,31 @@ class Spawner:
         if self._unremoved:
             waits.append(_REMOVE_RETRY_S)
         return max(0.0, min([*waits, _LONGEST_POLL_S])) * 1000.0 + 0.5 if waits else None
+
+    def _hear(self, packet: bytes) -> None:
+        """What is wrong with a message, or happens while it is served, ends that request alone."""
+        message = None
+        try:
+            message = json.loads(packet)
+            check(message)
+            self._serve(message)
+        except ConnectionError:
+            raise
+        except Exception as error:  # noqa: BLE001, whatever it is
+            if not isinstance(error, ConfigError | ValueError | RecursionError):
+                traceback.print_exc()
+            self._answer_error(message, f"{type(error).__name__}: {error}"[:_MOST_ERROR])
+
+    def _answer_error(self, message: object, error: str) -> None:
+        if not isinstance(message, dict):
+            return  # nobody waits for that
+        if isinstance(message.get("request"), int):
+            self._tell({"event": "done", "request": message["request"], "error": error})
+        elif message.get("op") in ("create", "restore") and message.get("id") not in self._ids():
+            self._tell({"event": "refused", "id": str(message.get("id")), "error": error})
+
+    def _ids(self) -> list[str]:
+        return [box.id for box in self._boxes.values()]
 
     def _serve(self, message: dict) -> None:
         if message["op"] == "create":
@@ -415,12 +454,21 @@ class Spawner:
             with ours, theirs:
                 fork = self._fork_holder if request.get("hold") else self._fork
                 self._admit(request, fork(request, group, theirs), group, hold, ours)
-        except OSError as error:
+        except Exception as error:
             if isinstance(error, ConnectionError):
                 raise
             if hold >= 0:
                 os.close(hold)
-            refused = error.errno in (errno.EPERM, errno.ENOSPC, errno.EUSERS, errno.EINVAL, errno.EACCES)
+            group.kill()
+            if not isinstance(error, OSError):
+                traceback.print_exc()
+            refused = getattr(error, "errno", None) in (
+                errno.EPERM,
+                errno.ENOSPC,
+                errno.EUSERS,
+                errno.EINVAL,
+                errno.EACCES,
+            )
             self._refuse(request["id"], group, f"{error}; {USER_NAMESPACE_FIX}" if refused else str(error))
 
     def _fork(self, request: dict, group: limits.Group, agent_end: socket.socket) -> int:
@@ -445,7 +493,7 @@ class Spawner:
                 socket.send_fds(ours, [b"1"], layers)
                 for layer in layers:
                     os.close(layer)
-            except OSError:
+            except Exception:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
                 raise

@@ -40,8 +40,10 @@ enum kind { NONE, BOOL, NUMBER, TEXT, LIST, MAP };
 struct value {
     enum kind kind;
     char *key; /* within a MAP */
+    size_t key_size;
     char *text; /* of a TEXT, ended by a NUL; it may hold others */
     size_t size; /* bytes of a TEXT, items of a LIST or MAP */
+    bool is_whole; /* `integer` is its value */
     int64_t integer;
     double number;
     struct value *items;
@@ -69,6 +71,12 @@ struct frame {
 
 struct frame receive(int fd);
 void send_frame(int fd, const struct bytes *head, const char *body, size_t body_size);
+
+/* characters.c: UTF-8 */
+
+size_t utf8_size(const unsigned char *at, size_t left); /* bytes of the character there; 0: it is none */
+size_t whole_end(const char *data, size_t size); /* bytes of it without the beginning of a character at its end */
+size_t whole_start(const char *data, size_t size); /* bytes at its beginning that are the end of a character */
 
 /* output.c: the head and the tail of a stream of any length */
 
@@ -107,7 +115,7 @@ struct job {
     bool ended;
     int status; /* of waitpid */
     const char *stopped; /* why it was ended: "deadline", "silent", "cancelled" */
-    char *script; /* the beginning of it */
+    char *script; /* the beginning of it, which ends in "..." where there is more */
     size_t script_size;
     struct job *next;
 };

@@ -65,15 +65,17 @@ static int make_parents(char *path) {
 
 static int write_file(char *path, const struct value *header, const char *body, size_t size) {
     bool missing = false;
-    int64_t offset = get_integer(header, "offset", &missing), mode = get_integer(header, "mode", &missing);
+    const struct value *given = get(header, "mode"); /* null: as it is, or what is usual for a new one */
+    bool keeps = given && given->kind == NONE;
+    int64_t offset = get_integer(header, "offset", &missing), mode = keeps ? 0 : get_integer(header, "mode", &missing);
     if (missing) return -EINVAL;
     int error = offset ? 0 : make_parents(path);
     if (error) return error;
-    int fd = open(path, O_WRONLY | O_CREAT | O_NONBLOCK | O_CLOEXEC | O_NOCTTY, 0600);
+    int fd = open(path, O_WRONLY | O_CREAT | O_NONBLOCK | O_CLOEXEC | O_NOCTTY, keeps ? 0644 : 0600);
     if (fd < 0) return -errno;
     struct stat info;
     error = regular(fd, &info);
-    if (!error && !offset && (ftruncate(fd, 0) || fchmod(fd, (mode_t)mode))) error = -errno;
+    if (!error && !offset && (ftruncate(fd, 0) || (!keeps && fchmod(fd, (mode_t)mode)))) error = -errno;
     while (!error && size) {
         ssize_t written = pwrite(fd, body, size, offset);
         if (written < 0) {

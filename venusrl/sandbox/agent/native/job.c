@@ -6,13 +6,14 @@
 #include <math.h>
 #include <pty.h>
 #include <signal.h>
-#include <spawn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -21,7 +22,7 @@
 #define SHOWN 80
 
 /* See venusrl/sandbox/job.py for why the shell starts so. */
-#define BOOT "echo 0 >&4 || exit 126; exec 4>&-; ulimit -u %ld; echo 1000 >/proc/self/oom_score_adj; eval -- \"$(</proc/self/fd/3)\" 3<&-"
+#define BOOT "ulimit -u %ld; echo 1000 >/proc/self/oom_score_adj; eval -- \"$(</proc/self/fd/3)\" 3<&-"
 #define BOOT_IN "cd -- \"$1\" || exit; shift; " BOOT
 
 extern char **environ;
@@ -37,64 +38,55 @@ static void close_fd(int *fd) {
     *fd = -1;
 }
 
-/* What the shell has in place of descriptors 0 to 4, and what is closed here once it runs. */
+/* What the shell has in place of descriptors 0 to 3, and what is closed here once it runs. */
 struct ends {
-    int in, out, err, script, join;
+    int in, out, err, script;
     const char *terminal;
 };
 
-/* As `spawn`, for an agent that is of another user than the shell. */
-static int fork_shell(pid_t *pid, char **arguments, char **environment, const struct ends *ends) {
-    *pid = fork();
-    if (*pid) return *pid < 0 ? -errno : 0;
+/* In the child, whose memory is the agent's: nothing is changed there. Returns what went wrong. The child moves itself
+   to where the agent can freeze it, so that no shell is ever anywhere else when the agent goes on. */
+static __attribute__((noinline)) int become_shell(char *const *arguments, char *const *environment,
+                                                  const struct ends *ends, int join) {
     struct sigaction usual = {.sa_handler = SIG_DFL};
     sigset_t none;
-    sigemptyset(&none);
+    if (write(join, "0", 1) != 1) return errno;
     setsid();
     sigaction(SIGPIPE, &usual, NULL);
     sigaction(SIGXFSZ, &usual, NULL);
+    sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL);
-    int terminal = ends->terminal ? open(ends->terminal, O_RDWR) : -1;
-    const int from[5] = {ends->in, ends->out, ends->err, ends->script, ends->join};
-    for (int fd = 0; fd < 5; fd++)
-        if (dup2(fd < 3 && ends->terminal ? terminal : from[fd], fd) < 0) _exit(127);
-    if (terminal > 4) close(terminal);
-    if (setresgid(USER, USER, USER) || setresuid(USER, USER, USER)) _exit(127);
+    /* The shell leads a session, and takes the terminal as its own by opening it. */
+    int terminal = ends->terminal ? open(ends->terminal, O_RDWR | O_CLOEXEC) : -1;
+    const int from[4] = {ends->in, ends->out, ends->err, ends->script};
+    for (int fd = 0; fd < 4; fd++) {
+        int source = fd < 3 && ends->terminal ? terminal : from[fd];
+        if (source == fd ? fcntl(fd, F_SETFD, 0) : dup2(source, fd) < 0) return errno;
+    }
+    if (here.apart && (syscall(SYS_setresgid, USER, USER, USER) || syscall(SYS_setresuid, USER, USER, USER)))
+        return errno;
     execve(SHELL, arguments, environment);
-    _exit(127);
+    return errno;
 }
 
-static int spawn(pid_t *pid, const char *boot, const char *directory, char **environment, const struct ends *ends) {
-    posix_spawn_file_actions_t actions;
-    posix_spawnattr_t attributes;
-    sigset_t none, usual;
+/* Without a copy of this process (vfork), which is another user's where it stands apart. */
+static int spawn(pid_t *pid, const char *boot, const char *directory, char **environment, const struct ends *ends,
+                 int join) {
+    static volatile int failed;
     char *arguments[] = {"bash", "-c", (char *)boot, "bash", (char *)directory, NULL};
     if (!directory) arguments[3] = NULL;
-    if (here.apart) return fork_shell(pid, arguments, environment, ends);
-    sigemptyset(&none);
-    sigemptyset(&usual);
-    sigaddset(&usual, SIGPIPE);
-    sigaddset(&usual, SIGXFSZ);
-    posix_spawn_file_actions_init(&actions);
-    posix_spawnattr_init(&attributes);
-    posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSID | POSIX_SPAWN_SETSIGDEF | POSIX_SPAWN_SETSIGMASK);
-    posix_spawnattr_setsigmask(&attributes, &none);
-    posix_spawnattr_setsigdefault(&attributes, &usual);
-    if (ends->terminal) { /* the shell leads a session, and takes the terminal as its own by opening it */
-        posix_spawn_file_actions_addopen(&actions, 0, ends->terminal, O_RDWR, 0);
-        posix_spawn_file_actions_adddup2(&actions, 0, 1);
-        posix_spawn_file_actions_adddup2(&actions, 0, 2);
-    } else {
-        posix_spawn_file_actions_adddup2(&actions, ends->in, 0);
-        posix_spawn_file_actions_adddup2(&actions, ends->out, 1);
-        posix_spawn_file_actions_adddup2(&actions, ends->err, 2);
+    failed = 0;
+    *pid = here.apart ? fork() : vfork();
+    if (!*pid) {
+        failed = become_shell(arguments, environment, ends, join);
+        _exit(127);
     }
-    posix_spawn_file_actions_adddup2(&actions, ends->script, 3);
-    posix_spawn_file_actions_adddup2(&actions, ends->join, 4);
-    int error = posix_spawn(pid, SHELL, &actions, &attributes, arguments, environment);
-    posix_spawn_file_actions_destroy(&actions);
-    posix_spawnattr_destroy(&attributes);
-    return -error;
+    if (*pid < 0) return -errno;
+    if (failed) {
+        while (waitpid(*pid, NULL, 0) < 0 && errno == EINTR) continue;
+        return -failed;
+    }
+    return 0;
 }
 
 /* A file in memory with the data, to be read from its beginning. */
@@ -199,7 +191,7 @@ static int run(struct job *job, const struct shell *shell, const struct value *h
     }
     snprintf(boot, sizeof boot, cwd ? BOOT_IN : BOOT, shell->processes);
     char **all = variables(environment);
-    int error = spawn(&job->pid, boot, cwd, all, ends);
+    int error = spawn(&job->pid, boot, cwd, all, ends, shell->join);
     for (size_t i = 0; i < environment->size; i++) free(all[i]);
     free(all);
     return error;
@@ -217,7 +209,7 @@ bool spare_fits(const struct value *header, size_t size) {
 }
 
 int start_spare(struct spare *spare, const struct shell *shell) {
-    struct ends ends = {-1, -1, -1, -1, shell->join, NULL};
+    struct ends ends = {-1, -1, -1, -1, NULL};
     char boot[256];
     spare->output = spare->script = -1;
     ends.in = open("/dev/null", O_RDONLY | O_CLOEXEC);
@@ -227,7 +219,7 @@ int start_spare(struct spare *spare, const struct shell *shell) {
         set_nonblocking(spare->script);
         ends.err = ends.out;
         snprintf(boot, sizeof boot, BOOT, shell->processes);
-        error = spawn(&spare->pid, boot, NULL, environ, &ends);
+        error = spawn(&spare->pid, boot, NULL, environ, &ends, shell->join);
     }
     close_fd(&ends.in);
     close_fd(&ends.out);
@@ -261,7 +253,7 @@ static int use_spare(struct job *job, struct spare *spare, const char *script, s
 int start_job(struct job *job, const struct shell *shell, const struct value *header, char *body, size_t size,
               struct spare *spare) {
     bool missing = false;
-    struct ends ends = {-1, -1, -1, -1, shell->join, NULL};
+    struct ends ends = {-1, -1, -1, -1, NULL};
     char terminal[64];
     const struct value *window = get(header, "window"), *pty = get(header, "pty");
     size_t script = (size_t)get_integer(header, "script_bytes", &missing);
@@ -298,8 +290,12 @@ int start_job(struct job *job, const struct shell *shell, const struct value *he
     set_nonblocking(job->outputs[0]);
     set_nonblocking(job->outputs[1]);
     set_nonblocking(job->stdin_fd);
-    job->script_size = script < SHOWN ? script : SHOWN;
-    job->script = take_string(body, job->script_size);
+    struct bytes shown = {0};
+    add(&shown, body, script <= SHOWN ? script : whole_end(body, SHOWN));
+    if (script > SHOWN) add(&shown, "...", 3);
+    job->script_size = shown.size;
+    job->script = take_string(shown.data ? shown.data : "", shown.size);
+    drop(&shown);
     return 0;
 }
 

@@ -1,5 +1,6 @@
 #include "agent.h"
 
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -13,7 +14,7 @@ struct reader {
 static bool read_value(struct reader *in, struct value *out, int depth);
 
 static void skip(struct reader *in) {
-    while (in->at < in->end && strchr(" \t\r\n", *in->at) && *in->at) in->at++;
+    while (in->at < in->end && (*in->at == ' ' || *in->at == '\t' || *in->at == '\r' || *in->at == '\n')) in->at++;
 }
 
 static bool next_is(struct reader *in, char wanted) {
@@ -83,6 +84,7 @@ static bool read_text(struct reader *in, char **text, size_t *size) {
     if (close >= in->end) return false;
     char *to = *text = take((size_t)(close - in->at) + 1);
     while (to && in->at < close) {
+        if ((unsigned char)*in->at < 0x20) break; /* it has to be escaped */
         if (*in->at != '\\') {
             *to++ = *in->at++;
             continue;
@@ -93,7 +95,7 @@ static bool read_text(struct reader *in, char **text, size_t *size) {
         if (known) *to++ = bytes[known - names];
         else to = escape == 'u' ? read_unicode(in, to) : NULL;
     }
-    if (!to) {
+    if (!to || in->at < close) {
         free(*text);
         *text = NULL;
         return false;
@@ -115,8 +117,7 @@ static bool read_items(struct reader *in, struct value *out, int depth) {
         }
         struct value *item = &out->items[out->size++];
         *item = (struct value){0};
-        size_t size;
-        if (is_map && !(read_text(in, &item->key, &size) && next_is(in, ':'))) return false;
+        if (is_map && !(read_text(in, &item->key, &item->key_size) && next_is(in, ':'))) return false;
         if (!read_value(in, item, depth + 1)) return false;
         if (next_is(in, close)) return true;
         if (!next_is(in, ',')) return false;
@@ -127,6 +128,43 @@ static bool read_word(struct reader *in, const char *word) {
     size_t size = strlen(word);
     if ((size_t)(in->end - in->at) < size || memcmp(in->at, word, size)) return false;
     in->at += size;
+    return true;
+}
+
+static size_t count_digits(const struct reader *in) {
+    const char *at = in->at;
+    while (at < in->end && *at >= '0' && *at <= '9') at++;
+    return (size_t)(at - in->at);
+}
+
+/* As RFC 8259 has them: no leading zero, no sign but a minus, digits on both sides of the point. */
+static bool read_number(struct reader *in, struct value *out) {
+    const char *begin = in->at;
+    bool is_whole = true;
+    if (*in->at == '-') in->at++;
+    size_t digits = count_digits(in);
+    if (!digits || (digits > 1 && *in->at == '0')) return false;
+    in->at += digits;
+    if (in->at < in->end && *in->at == '.') {
+        in->at++;
+        if (!(digits = count_digits(in))) return false;
+        in->at += digits;
+        is_whole = false;
+    }
+    if (in->at < in->end && (*in->at | 32) == 'e') {
+        in->at++;
+        if (in->at < in->end && (*in->at == '+' || *in->at == '-')) in->at++;
+        if (!(digits = count_digits(in))) return false;
+        in->at += digits;
+        is_whole = false;
+    }
+    char *text = take_string(begin, (size_t)(in->at - begin));
+    errno = 0;
+    out->kind = NUMBER;
+    out->integer = strtoll(text, NULL, 10);
+    out->is_whole = is_whole && !errno;
+    out->number = strtod(text, NULL);
+    free(text);
     return true;
 }
 
@@ -145,22 +183,15 @@ static bool read_value(struct reader *in, struct value *out, int depth) {
         return read_word(in, "null");
     case 't':
         out->kind = BOOL;
+        out->is_whole = true;
         out->integer = 1;
         return read_word(in, "true");
     case 'f':
         out->kind = BOOL;
+        out->is_whole = true;
         return read_word(in, "false");
     }
-    char digits[64], *end;
-    size_t size = strnlen(in->at, (size_t)(in->end - in->at));
-    size = size < sizeof digits - 1 ? size : sizeof digits - 1;
-    memcpy(digits, in->at, size);
-    digits[size] = 0;
-    out->kind = NUMBER;
-    out->number = strtod(digits, &end);
-    out->integer = strtoll(digits, NULL, 10);
-    in->at += end - digits;
-    return end != digits;
+    return read_number(in, out);
 }
 
 struct value *parse(const char *text, size_t size) {
@@ -168,6 +199,8 @@ struct value *parse(const char *text, size_t size) {
     struct value *value = take(sizeof *value);
     *value = (struct value){0};
     bool read = read_value(&in, value, 0);
+    skip(&in);
+    read = read && in.at == in.end;
     value->half = in.half;
     if (read && value->kind == MAP) return value;
     forget(value);
@@ -188,14 +221,15 @@ void forget(struct value *value) {
 }
 
 const struct value *get(const struct value *map, const char *key) {
-    for (size_t i = 0; i < map->size; i++)
-        if (!strcmp(map->items[i].key, key)) return &map->items[i];
+    size_t size = strlen(key);
+    for (size_t i = map->size; i--; ) /* of several the last is meant */
+        if (map->items[i].key_size == size && !memcmp(map->items[i].key, key, size)) return &map->items[i];
     return NULL;
 }
 
 int64_t get_integer(const struct value *map, const char *key, bool *missing) {
     const struct value *value = get(map, key);
-    if (!value || (value->kind != NUMBER && value->kind != BOOL)) {
+    if (!value || !value->is_whole) {
         *missing = true;
         return 0;
     }
@@ -215,18 +249,6 @@ const char *get_text(const struct value *map, const char *key) {
 bool is(const struct value *map, const char *key, const char *text) {
     const char *found = get_text(map, key);
     return found && !strcmp(found, text);
-}
-
-/* Bytes of the character at `at`, 0 where it is not UTF-8. */
-static size_t utf8_size(const unsigned char *at, size_t left) {
-    size_t size = at[0] < 0x80 ? 1 : at[0] >= 0xC2 && at[0] < 0xE0 ? 2 : at[0] >= 0xE0 && at[0] < 0xF0 ? 3
-                  : at[0] >= 0xF0 && at[0] < 0xF5 ? 4 : 0;
-    if (!size || size > left) return 0;
-    for (size_t i = 1; i < size; i++)
-        if ((at[i] & 0xC0) != 0x80) return 0;
-    bool overlong = (at[0] == 0xE0 && at[1] < 0xA0) || (at[0] == 0xF0 && at[1] < 0x90);
-    bool not_a_character = (at[0] == 0xED && at[1] >= 0xA0) || (at[0] == 0xF4 && at[1] >= 0x90);
-    return overlong || not_a_character ? 0 : size;
 }
 
 static void add_quoted(struct bytes *to, const char *data, size_t size, bool as_it_is) {

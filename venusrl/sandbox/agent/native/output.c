@@ -21,10 +21,18 @@ void keep(struct capture *capture, const char *data, size_t size) {
 struct bytes kept(const struct capture *capture) {
     size_t tail_limit = capture->limit - capture->limit / 2;
     size_t tail = capture->tail.size < tail_limit ? capture->tail.size : tail_limit;
-    uint64_t elided = capture->total - capture->head.size - tail;
+    size_t head = capture->head.size;
+    const char *end = tail ? capture->tail.data + capture->tail.size - tail : NULL;
+    if (capture->total > head + tail) { /* no character is cut in two */
+        head = whole_end(capture->head.data, head);
+        size_t skipped = whole_start(end, tail);
+        end += skipped;
+        tail -= skipped;
+    }
+    uint64_t elided = capture->total - head - tail;
     struct bytes all = {0};
-    add(&all, capture->head.data, capture->head.size);
+    add(&all, capture->head.data, head);
     if (elided) addf(&all, "\n[... %llu bytes elided ...]\n", (unsigned long long)elided);
-    if (tail) add(&all, capture->tail.data + capture->tail.size - tail, tail);
+    if (tail) add(&all, end, tail);
     return all;
 }
