@@ -138,7 +138,7 @@ async def saved(templates: str) -> dict[str, float]:
     with open(os.open(f"{templates}/key", os.O_WRONLY | os.O_CREAT, 0o600), "w") as f:
         f.write(key)
     command = [sys.executable, "-m", "launchers.sandboxd", "--port=0", f"--templates={templates}/layers"]
-    command.append(f"--key_file={templates}/key")
+    command += ["--no_key", f"--peer_key_file={templates}/key"]
     daemon = subprocess.Popen([*command, f"--snapshots={templates}/there"], stdout=subprocess.PIPE, text=True)
     try:
         address = daemon.stdout.readline().split()[-1]

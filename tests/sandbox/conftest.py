@@ -1,6 +1,7 @@
 """Fixtures of the sandbox tests: one pool and sandbox a test, in this process and in a daemon."""
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,9 +26,21 @@ def start_daemon(*flags: str, before: str = "") -> tuple[subprocess.Popen, str]:
         "-c",
         f"{before}\nfrom absl import app\nfrom launchers import sandboxd\napp.run(sandboxd.main)",
     ]
-    command += ["--port=0", *flags]
+    given = {flag.partition("=")[0] for flag in flags}
+    command += ["--port=0"] if "--socket" not in given else []
+    command += ["--no_key"] if not given & {"--socket", "--key_file"} else []
+    command += flags
     daemon = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     return daemon, daemon.stdout.readline().split()[-1]
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
 
 
 def end(daemon: subprocess.Popen) -> int:

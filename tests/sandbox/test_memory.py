@@ -180,7 +180,7 @@ async def test_want_of_memory_moves_it_between_daemons(tmp_path):
     with ExitStack() as ending:
 
         def started(*flags):
-            daemon, address = start_daemon("--max_sandboxes=2", f"--key_file={path}", *flags)
+            daemon, address = start_daemon("--max_sandboxes=2", f"--peer_key_file={path}", *flags)
             ending.callback(end, daemon)
             return address
 
@@ -188,7 +188,7 @@ async def test_want_of_memory_moves_it_between_daemons(tmp_path):
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", small], check=True)
         ending.callback(subprocess.run, ["umount", small], check=True)
         full, there = started(f"--snapshots={small}/s"), started()
-        here = started(f"--peers=http://127.0.0.1:9,{full},{there}")
+        here = started(f"--peers=none=http://127.0.0.1:9,full={full},there={there}")
         async with Node(here) as a, Node(there) as b:
             if (await a.health())["cgroups"]["memory"] != "v1":
                 pytest.skip("no writable memory cgroup of version 1 on this host")

@@ -13,13 +13,15 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.sandbox.conftest import end, needs_criu, processes, start_daemon
+from tests.sandbox.conftest import end, free_ports, needs_criu, processes, start_daemon
 from tests.sandbox.test_life import until
+from venusrl.core.calls import client
 from venusrl.core.errors import ConfigError, SandboxError, SandboxLost, SandboxUnsupported
 from venusrl.sandbox import SandboxPool, Template
 from venusrl.sandbox.agent.berth import KEPT, meet
 from venusrl.sandbox.daemon.arrivals import Arrivals, outgoing
 from venusrl.sandbox.daemon.client import Node
+from venusrl.sandbox.daemon.peers import Caller
 
 pytestmark = needs_criu
 
@@ -35,7 +37,6 @@ while True:
 
 
 KEY = "k" * 32
-WITH_KEY = {"x-venusrl-key": KEY}
 
 
 @contextmanager
@@ -48,13 +49,18 @@ def key_file():
 
 
 @asynccontextmanager
-async def two(*before, flags=((), ())):
-    """Two daemons, and a client of each; they run the code of `before` first, and have flags of their own."""
+async def two(*before, flags=((), ()), peers=""):
+    """Two daemons, and a client of each; they run the code of `before` first, and have flags of their own, and peers
+    besides each other and themselves."""
+    ports = free_ports(2)
     with key_file() as path:
         daemons = [
-            start_daemon("--max_sandboxes=6", "--wait_s=1", f"--key_file={path}", *own, before=code)
-            for code, own in zip(before or ("", ""), flags, strict=True)
-        ]
+            start_daemon(
+                "--max_sandboxes=6", "--wait_s=1", f"--peer_key_file={path}", f"--port={port}",
+                f"--peers=other=http://127.0.0.1:{other},self=http://127.0.0.1:{port}{peers}", *own, before=code,
+            )
+            for code, own, port, other in zip(before or ("", ""), flags, ports, reversed(ports), strict=True)
+        ]  # fmt: skip
     try:
         async with Node(daemons[0][1], lease_s=3.0) as a, Node(daemons[1][1], lease_s=3.0) as b:
             a.process, b.process = daemons[0][0], daemons[1][0]
@@ -226,7 +232,8 @@ async def test_its_template_goes_along(tmp_path):
         assert await (await b.create(template)).stat("warm")  # and it is not built again
         [here], [there] = ([p for p in (tmp_path / name).iterdir() if len(p.name) == 64] for name in "ab")
         assert (here / "manifest.json").read_text() == (there / "manifest.json").read_text()
-        async with two(flags=([f"--templates={tmp_path}/c"], [f"--templates={tmp_path}/c"])) as (c, _):
+        flags = [f"--templates={tmp_path}/c"]
+        async with two(flags=(flags, flags), peers=f",third={b.address}") as (c, _):
             other = await c.create(template)  # the same recipe, and other files: they are random
             assert (await other.exec(look)).text != before
             with pytest.raises(SandboxError, match="other files"):
@@ -239,11 +246,11 @@ async def test_a_template_that_comes_damaged_is_not_kept(nodes, tmp_path):
     key = "ab" * 32
     (tmp_path / "tree.tar").write_bytes(b"no archive")
     (tmp_path / "manifest.json").write_text("{}")
-    b_with_key = Node(b.address, key=KEY)
+    b_with_key = Node(b.address, peer_key=KEY)
     with pytest.raises(SandboxError, match="cannot be packed or unpacked"):
         await b_with_key.send_template(key, "d" * 64, tmp_path)
     assert await b.template(key) is None
-    with pytest.raises(SandboxUnsupported, match="key_file"):
+    with pytest.raises(SandboxUnsupported, match="peer_key_file"):
         await b.send_template(key, "d" * 64, tmp_path)
     with pytest.raises(ConfigError, match="hexadecimal"):
         await b_with_key.send_template("zz", "d" * 64, tmp_path)
@@ -253,41 +260,48 @@ async def test_a_template_that_comes_damaged_is_not_kept(nodes, tmp_path):
 # What goes wrong: it goes on where it is
 
 
-async def test_a_node_that_cannot_take_it(nodes, tmp_path):
-    a, b = nodes
+async def test_a_node_that_cannot_take_it(tmp_path):
+    async with two(peers=f",nobody=http://127.0.0.1:9,none=unix:{tmp_path}/none") as (a, b):
+        await it_goes_on_where_it_is(a, b, tmp_path)
+
+
+async def it_goes_on_where_it_is(a, b, tmp_path):
     sandbox = await a.create(Template("stays"))
     await start_counter(sandbox, "stays-counter")
     full = [await b.create(Template("full")) for _ in range(6)]
     for node, why in (
-        ("http://127.0.0.1:9", "launchers.sandboxd"),
+        ("nobody", "launchers.sandboxd"),
         (f"unix:{tmp_path}/none", "launchers.sandboxd"),
-        (b.address, "no place"),
+        ("other", "no place"),
         (a.address, "here already"),
     ):
         with pytest.raises(SandboxError, match=why):
             await sandbox.migrate(node)
         assert (await sandbox.exec("echo on")).text == "on\n"
-    with pytest.raises(ConfigError, match="address"):
-        await sandbox.migrate("")
+    for node in ("http://127.0.0.1:10", f"{b.address}/", "stranger", ""):
+        with pytest.raises(ConfigError, match="node="):
+            await sandbox.migrate(node)
     assert len(await a.list()) == 1 and len(processes("stays-counter")) == 1
     await full[0].kill()
     await sandbox.migrate(b.address)
     assert (await sandbox.exec("echo moved")).text == "moved\n"
 
 
-async def test_a_stranger_brings_nothing(nodes, daemon_address):
+async def test_a_stranger_brings_nothing(daemon_address):
     """What arrives is taken from who has the key, and a node without one takes nothing."""
-    a, b = nodes
-    for address, headers in ((a.address, {}), (a.address, {"x-venusrl-key": "other"}), (daemon_address, WITH_KEY)):
-        assert httpx.post(f"{address}/arrivals/sb-1", content=b"", headers=headers).status_code == 501
-    sandbox = await a.create(Template("stays"))
-    with pytest.raises(SandboxUnsupported, match="key_file"):
-        await sandbox.migrate(daemon_address)
-    async with SandboxPool(max_sandboxes=1) as pool:
-        mine = await pool.create(Template("mine"))
-        with pytest.raises(SandboxUnsupported, match="key_file"):
-            await mine.migrate(b.address)
-        assert (await mine.exec("echo on")).text == (await sandbox.exec("echo on")).text == "on\n"
+    async with two(peers=f",stranger={daemon_address}") as (a, b):
+        for address, headers in ((a.address, {}), (a.address, {"x-venusrl-proof": f"{'a' * 32}:1:{'b' * 64}"})):
+            for method, path in (("POST", ""), ("DELETE", ""), ("POST", "/commit")):
+                assert httpx.request(method, f"{address}/arrivals/sb-1{path}", headers=headers).status_code == 501
+        sandbox = await a.create(Template("stays"))
+        with pytest.raises(SandboxUnsupported, match="peer_key_file"):
+            await sandbox.migrate(daemon_address)
+        async with SandboxPool(max_sandboxes=1) as pool, SandboxPool(max_sandboxes=1, key="another" * 4) as other:
+            for maker in (pool, other):
+                mine = await maker.create(Template("mine"))
+                with pytest.raises(SandboxUnsupported, match="peer_key_file"):
+                    await mine.migrate(b.address)
+                assert (await mine.exec("echo on")).text == (await sandbox.exec("echo on")).text == "on\n"
 
 
 async def test_moves_saves_and_forks_at_once(nodes):
@@ -324,7 +338,7 @@ async def test_a_client_that_does_not_hold_on_keeps_it_where_it_is(nodes, monkey
 async def test_what_it_may_have_moves_with_it(nodes):
     """Its time to live, and its limit of memory."""
     a, b = nodes
-    sandbox = await a.create(Template("limited", ttl_s=4.0))
+    sandbox = await a.create(Template("limited", ttl_s=6.0))
     await a.resize(sandbox, 700 << 20)
     await asyncio.sleep(1.0)
     await sandbox.migrate(b.address)
@@ -333,7 +347,7 @@ async def test_what_it_may_have_moves_with_it(nodes):
     assert (result.text, result.oom) == ("1\n", False)
     with pytest.raises(SandboxLost, match="ttl"):
         await sandbox.exec("sleep 30", timeout_s=60)
-    assert 1.0 < time.monotonic() - began < 3.2
+    assert 1.0 < time.monotonic() - began < 5.2
 
 
 async def test_the_old_lease_does_not_end_it_there(nodes):
@@ -362,24 +376,25 @@ async def test_what_arrives_damaged_is_refused(nodes, tmp_path):
     for _ in range(10):
         at = rng.randrange(header, len(whole))
         broken.append(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-    for data in broken:
-        answer = httpx.post(f"{a.address}/arrivals/sb-sent", content=data, headers=WITH_KEY)
-        assert answer.status_code in (400, 500), answer.text
-        assert httpx.post(f"{a.address}/arrivals/sb-sent/commit").status_code == 404
-    assert (await a.health())["alive"] == 0
-    # And whole, but never told to commit: it can be taken back, once or twice, and then cannot be committed.
-    assert httpx.post(f"{a.address}/arrivals/sb-sent", content=whole, headers=WITH_KEY).status_code == 201
-    assert httpx.get(f"{a.address}/arrivals/sb-sent").json() == {"state": "waiting"}
-    assert httpx.post(f"{a.address}/arrivals/sb-sent", content=whole, headers=WITH_KEY).status_code == 500
-    for _ in range(2):
-        assert httpx.delete(f"{a.address}/arrivals/sb-sent").status_code == 204
-    assert httpx.post(f"{a.address}/arrivals/sb-sent/commit").status_code == 404
-    assert (await a.health())["alive"] == 0
-    # Committed twice, it runs once; then it cannot be taken back.
-    assert httpx.post(f"{a.address}/arrivals/sb-sent", content=whole, headers=WITH_KEY).status_code == 201
-    assert [httpx.post(f"{a.address}/arrivals/sb-sent/commit").status_code for _ in range(2)] == [204, 204]
-    assert httpx.delete(f"{a.address}/arrivals/sb-sent").status_code == 409
-    assert len(await a.list()) == 1
+    async with client(a.address, auth=Caller(KEY)) as http:
+        for data in broken:
+            answer = await http.post("/arrivals/sb-sent", content=data)
+            assert answer.status_code in (400, 500), answer.text
+            assert (await http.post("/arrivals/sb-sent/commit")).status_code == 404
+        assert (await a.health())["alive"] == 0
+        # And whole, but never told to commit: it can be taken back, once or twice, and then cannot be committed.
+        assert (await http.post("/arrivals/sb-sent", content=whole)).status_code == 201
+        assert (await http.get("/arrivals/sb-sent")).json() == {"state": "waiting"}
+        assert (await http.post("/arrivals/sb-sent", content=whole)).status_code == 500
+        for _ in range(2):
+            assert (await http.delete("/arrivals/sb-sent")).status_code == 204
+        assert (await http.post("/arrivals/sb-sent/commit")).status_code == 404
+        assert (await a.health())["alive"] == 0
+        # Committed twice, it runs once; then it cannot be taken back.
+        assert (await http.post("/arrivals/sb-sent", content=whole)).status_code == 201
+        assert [(await http.post("/arrivals/sb-sent/commit")).status_code for _ in range(2)] == [204, 204]
+        assert (await http.delete("/arrivals/sb-sent")).status_code == 409
+        assert len(await a.list()) == 1
 
 
 def test_where_no_agent_waits_is_no_broken_connection():

@@ -15,7 +15,7 @@ import ipaddress
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
@@ -84,9 +84,18 @@ class Door:
       host: address that it listens on. On the loopback it is called by the names of the loopback alone.
       key: that callers show as `Authorization: Bearer KEY`; None lets everybody in.
       origins: of web pages that may call, as "https://host:port".
+      also: whether a call (its ASGI scope) needs no key, for another reason.
     """
 
-    def __init__(self, app: ASGIApp, host: str = "127.0.0.1", key: str | None = None, origins: Sequence[str] = ()):
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str = "127.0.0.1",
+        key: str | None = None,
+        origins: Sequence[str] = (),
+        also: Callable[[Scope], bool] = lambda scope: False,
+    ):
+        self._also = also
         if origins:  # their browsers ask first, and read no answer that does not name them
             app = CORSMiddleware(app, origins, allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"])
         self._app = app
@@ -120,7 +129,8 @@ class Door:
         preflight = scope["type"] == "http" and scope["method"] == "OPTIONS" and origin is not None
         if self._digest is not None and not preflight:  # which browsers send without the key
             scheme, _, key = headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(_digest(key.strip()), self._digest):
+            shown = scheme.lower() == "bearer" and hmac.compare_digest(_digest(key.strip()), self._digest)
+            if not shown and not self._also(scope):
                 return 401, "this service needs its key, as `Authorization: Bearer KEY`"
         return None
 
@@ -174,6 +184,12 @@ async def _answer(send: Send, status: int, text: str) -> None:
         headers.append((b"www-authenticate", b"Bearer"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body.encode()})
+
+
+def target_of(scope: Scope) -> str:
+    """The path as it was sent, with its query."""
+    query = scope.get("query_string", b"").decode("latin-1")
+    return scope.get("raw_path", scope["path"].encode()).decode("latin-1") + (f"?{query}" if query else "")
 
 
 def _name(host: str) -> str:

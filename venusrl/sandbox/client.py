@@ -26,6 +26,8 @@ _REASON_WAIT_S = 5.0  # that the reason of a sandbox's end may come after its so
 RANGE = 1 << 32  # ids of one client
 _UNANSWERED = ("cancel", "window")
 _OWNER_REASONS = ("killed", "closed", "ttl", "oom", "node-lost", "lease", "start", "protocol")
+_MOST_PARKED = 64 << 20  # bytes of frames that wait while a sandbox is saved
+_PARKED_S = 0.05
 _MORE_BYTES = 4096  # of a command's output than is kept: the line that says how much is not
 
 
@@ -383,6 +385,14 @@ class ProcessSandbox:
         if header.get("op") in ("pause", "resume"):
             self.pauses.asked = header["op"] == "pause"
         self._write(pack(header, body))
+
+    async def drain(self) -> None:
+        """Returns when what was passed on is on its way: its agent takes it, or it has stood still for long."""
+        if self._parked is None:
+            with suppress(ConnectionError):
+                await self._writer.drain()
+        while self._parked is not None and sum(map(len, self._parked)) > _MOST_PARKED:
+            await asyncio.sleep(_PARKED_S)
 
     def _write(self, frame: bytes) -> None:
         if self._parked is not None:

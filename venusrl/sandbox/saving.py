@@ -66,7 +66,7 @@ class Standstill(ABC):
 class Saving(Places):
     """Args:
     snapshots: folder of saved sandboxes, which pools may share; by default one of this user's.
-    key: what nodes show each other before one takes a sandbox of the other's.
+    key: of nodes, which two of them prove to each other before one takes a sandbox of the other's (--peer_key_file).
     options: of the class beside this one.
     """
 
@@ -217,7 +217,7 @@ class Saving(Places):
         from venusrl.sandbox.daemon.client import Node
 
         async def work() -> None:
-            target = Node(node, key=self._key)
+            target = Node(node, peer_key=self._key)
             try:
                 await target.health()
                 await self._bring_template(sandbox, target)
@@ -271,7 +271,7 @@ class Saving(Places):
         """Has the node at an address know what a sandbox began with, before that moves there. See migrate."""
         from venusrl.sandbox.daemon.client import Node
 
-        target = Node(node, key=self._key)
+        target = Node(node, peer_key=self._key)
         try:
             await self._bring_template(sandbox, target)
         finally:

@@ -3,21 +3,23 @@
 POST /sandboxes {template or snapshot, lease_s}; GET /sandboxes; DELETE /sandboxes/ID?reason=; GET /health;
 POST /sandboxes/ID/snapshot; POST /sandboxes/ID/fork {lease_s}; GET /snapshots; DELETE /snapshots/ID;
 POST /sandboxes/ID/resize {memory_bytes}; POST /sandboxes/ID/migrate {node}, and what nodes say to one another of that:
-/arrivals/ID and /templates/KEY (see arrivals.py). For clients that are not ours also POST /sandboxes/ID/exec, GET and
-PUT /sandboxes/ID/files?path=, and GET /sandboxes/ID/list?path=. Ours speaks frames (sandbox/wire.py) over the web
-socket /sandboxes/ID/agent.
+/challenge, /arrivals/ID and /templates/KEY (see peers.py, arrivals.py). For clients that are not ours also
+POST /sandboxes/ID/exec, GET and PUT /sandboxes/ID/files?path=, and GET /sandboxes/ID/list?path=. Ours speaks frames
+(sandbox/wire.py) over the web socket /sandboxes/ID/agent.
 
-A sandbox whose last client has gone ends when its lease does. Bytes in JSON are base64.
+A sandbox ends when its lease does, which begins when its last web socket closes and anew after every call that names
+it; while a call is under way none runs out. Bytes in JSON are base64, and JSON is sent as application/json.
+
+The application has no key of its own: core/door.py stands before it.
 """
 
 import asyncio
 import base64
-import errno
-import hmac
+import json
 import logging
 import re
-from collections.abc import Coroutine
-from contextlib import suppress
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -26,29 +28,27 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from venusrl.core.errors import ConfigError, SandboxCapacity, SandboxError, SandboxLost, SandboxUnsupported, VenusError
+from venusrl.core.errors import ConfigError, SandboxError, SandboxLost, SandboxUnsupported, VenusError
+from venusrl.core.http import Gone, body_of, until_gone
+from venusrl.sandbox import bounds
 from venusrl.sandbox.client import ProcessSandbox
 from venusrl.sandbox.codec import from_json, to_json
-from venusrl.sandbox.daemon.arrivals import KEY_HEADER, Arrivals
+from venusrl.sandbox.daemon.arrivals import Arrivals
 from venusrl.sandbox.daemon.hub import Hub
+from venusrl.sandbox.daemon.models import Create, Exec, Lease, Migrate, Resize, parsed
+from venusrl.sandbox.daemon.outbox import Outbox
+from venusrl.sandbox.daemon.peers import CHALLENGE, Gatekeeper
+from venusrl.sandbox.daemon.replies import Moved, fail, json_of, key_of, nobody, path_of, redirect, say
 from venusrl.sandbox.saving import MOVED, Saving
-from venusrl.sandbox.wire import FrameTooLong, pack, unpack
+from venusrl.sandbox.wire import pack, unpack
 
-_KEY = re.compile(r"[0-9a-f]{64}")
-_STATUS = {ConfigError: 400, SandboxLost: 410, SandboxUnsupported: 501, SandboxCapacity: 503}
-_RETRY_S = 1
 _HOLD_S = 2.0  # that clients may take to say that they hold on
 _LOOK_S = 0.1
 _RESCUE_S = 1.0  # until nodes are asked again to take one that is short of memory
 _MAX_REASONS = 1000  # ends that are remembered
+_MOST_LARGE = 512 << 20  # of one with a template's files, or a script and its input
+_TOO_SLOW = 1008  # code of a web socket whose client does not take what it has asked for
 _GONE = 4410  # code of a web socket that is closed since its sandbox is gone; the reason is why
-
-
-class _Moved(Exception):
-    """The sandbox is at another node now."""
-
-    def __init__(self, node: str):
-        self.node = node
 
 
 class _Held:
@@ -60,21 +60,31 @@ class _Held:
         self.moving = asyncio.Lock()
         self.lease_s = lease_s
         self.clients = 0
+        self.calls = 0  # that are under way
         self.expiry: asyncio.TimerHandle | None = None
+
+    @property
+    def is_used(self) -> bool:
+        """Its lease does not run."""
+        return bool(self.clients or self.calls)
 
 
 class Daemon:
     """Args:
     pool: of this node; the daemon does not close it.
     lowers: directories of this host below which those of templates may be; whoever can connect can read them.
-    peers: addresses of other daemons, which sandboxes that are short of memory may move to; see `pressed`.
-    key: that other nodes have to show before this one takes a sandbox of theirs; empty: it takes none.
+    peers: addresses of other daemons by name: where sandboxes may move to, and nowhere else.
+    key: of the nodes, which another has to prove before this one takes a sandbox of its; empty: it takes none.
+
+    Attributes: gatekeeper: knows whether a call is another node's.
     """
 
-    def __init__(self, pool: Saving, lowers: tuple[str, ...] = (), peers: tuple[str, ...] = (), key: str = ""):
+    def __init__(
+        self, pool: Saving, lowers: tuple[str, ...] = (), peers: Mapping[str, str] | None = None, key: str = ""
+    ):
         self._pool = pool
-        self._key = key
-        self._peers = peers
+        self.gatekeeper = Gatekeeper(key)
+        self._peers = dict(peers or {})
         self._lowers = [Path(folder).resolve() for folder in lowers]
         self._held: dict[str, _Held] = {}
         self._reasons: dict[str, str] = {}
@@ -85,6 +95,7 @@ class Daemon:
         self.application = Starlette(
             routes=[
                 Route("/health", self._health),
+                Route(CHALLENGE, self._challenge),
                 Route("/sandboxes", self._create, methods=["POST"]),
                 Route("/sandboxes", self._list),
                 Route("/sandboxes/{id}", self._end, methods=["DELETE"]),
@@ -106,39 +117,58 @@ class Daemon:
                 Route("/sandboxes/{id}/list", self._entries),
                 WebSocketRoute("/sandboxes/{id}/agent", self._agent),
             ],
-            exception_handlers={VenusError: _say, OSError: _say, _Moved: _redirect},
-        )
+            exception_handlers={
+                VenusError: say, OSError: say, Moved: redirect, Gone: nobody, ClientDisconnect: nobody,
+                Exception: fail,
+            },
+        )  # fmt: skip
 
     def _get(self, sandbox_id: str) -> _Held:
         held = self._held.get(sandbox_id)
         if held is None and sandbox_id in self._moved:
-            raise _Moved(self._moved[sandbox_id])
+            raise Moved(self._moved[sandbox_id])
         if held is None or held.sandbox.lost is not None:
             reason = self._reasons.get(sandbox_id, "unknown") if held is None else held.sandbox.lost
             raise SandboxLost(sandbox_id, reason)
         return held
+
+    @contextmanager
+    def _use(self, request: Request) -> Iterator[_Held]:
+        """The sandbox that a call names, whose lease does not run meanwhile, and begins anew afterwards."""
+        held = self._get(request.path_params["id"])
+        held.calls += 1
+        self._end_lease(held)
+        try:
+            yield held
+        finally:
+            held.calls -= 1
+            self._begin_lease(held)
+
+    async def _challenge(self, request: Request) -> Response:
+        return JSONResponse(self.gatekeeper.challenge(request.query_params.get("nonce", "")))
 
     async def _health(self, request: Request) -> Response:
         stats = self._pool.stats()
         return JSONResponse({"alive": stats.alive, "created": stats.created, "ended": stats.ended, **self._pool.host})
 
     async def _create(self, request: Request) -> Response:
-        body = await _json(request)
-        lease_s = _lease(body)
-        if "snapshot" in body:
-            return self._hold(await self._pool.restore(str(body["snapshot"])), lease_s)
-        template = from_json(body.get("template", {}))
+        asked = parsed(Create, await json_of(request, _MOST_LARGE))
+        if asked.snapshot is not None:
+            return self._hold(await self._pool.restore(asked.snapshot), asked.lease_s)
+        template = from_json(asked.template)
         for lower in template.lowers:
             if not any(Path(lower).resolve().is_relative_to(folder) for folder in self._lowers):
                 raise ConfigError(f"Template.lowers: {lower!r} is below none of this node's --lowers; give it there")
-        return self._hold(await self._pool.create(template), lease_s)
+        return self._hold(await self._pool.create(template), asked.lease_s)
 
     async def _fork(self, request: Request) -> Response:
-        lease_s = _lease(await _json(request))
-        return self._hold(await self._pool.fork(self._get(request.path_params["id"]).sandbox), lease_s)
+        lease_s = parsed(Lease, await json_of(request)).lease_s
+        with self._use(request) as held:
+            return self._hold(await self._pool.fork(held.sandbox), lease_s)
 
     async def _snapshot(self, request: Request) -> Response:
-        return JSONResponse({"snapshot": await self._get(request.path_params["id"]).sandbox.snapshot()}, 201)
+        with self._use(request) as held:
+            return JSONResponse({"snapshot": await held.sandbox.snapshot()}, 201)
 
     async def _snapshots(self, request: Request) -> Response:
         rows = [
@@ -154,11 +184,20 @@ class Daemon:
     # Moving
 
     async def _migrate(self, request: Request) -> Response:
-        node = (await _json(request)).get("node")
-        if not isinstance(node, str) or not node:
-            raise ConfigError(f"node={node!r}: give the address of the daemon that it is to move to")
-        await self._move(request.path_params["id"], node)
+        asked = parsed(Migrate, await json_of(request))
+        with self._use(request) as held:
+            node = self._address(asked.node)
+            await self._move(held.sandbox.id, node)
         return JSONResponse({"node": node})
+
+    def _address(self, node: str) -> str:
+        """Of a peer, by its name, or by its address as it is configured: no other is ever called."""
+        if node in self._peers.values():
+            return node
+        if node not in self._peers:
+            known = ", ".join(f"{name} ({address})" for name, address in self._peers.items()) or "none"
+            raise ConfigError(f"node={bounds.shown(node)} is no peer of this node; its --peers are: {known}")
+        return self._peers[node]
 
     async def _move(self, sandbox_id: str, node: str) -> None:
         held = self._get(sandbox_id)
@@ -172,9 +211,7 @@ class Daemon:
                 held.hub.release(None)
                 raise
             self._held.pop(sandbox_id, None)
-            if held.expiry is not None:
-                held.expiry.cancel()
-                held.expiry = None
+            self._end_lease(held)
             self._moved[sandbox_id] = node
             if len(self._moved) > _MAX_REASONS:
                 del self._moved[next(iter(self._moved))]
@@ -193,10 +230,10 @@ class Daemon:
         try:
             while self._pressed[sandbox_id]:
                 self._pressed[sandbox_id] = False
-                for node in self._peers:
+                for node in self._peers.values():
                     try:
                         return await self._move(sandbox_id, node)
-                    except (_Moved, SandboxLost):
+                    except (Moved, SandboxLost):
                         return
                     except (SandboxError, OSError) as error:
                         logging.warning("%s is short of memory, and cannot move to %s: %s", sandbox_id, node, error)
@@ -205,10 +242,9 @@ class Daemon:
             del self._pressed[sandbox_id]
 
     async def _resize(self, request: Request) -> Response:
-        memory_bytes = (await _json(request)).get("memory_bytes")
-        if not isinstance(memory_bytes, int) or memory_bytes <= 0:
-            raise ConfigError(f"memory_bytes={memory_bytes!r}: give a positive number of bytes")
-        await self._pool.resize(self._get(request.path_params["id"]).sandbox, memory_bytes)
+        asked = parsed(Resize, await json_of(request))
+        with self._use(request) as held:
+            await self._pool.resize(held.sandbox, asked.memory_bytes)
         return Response(status_code=204)
 
     def _spawn(self, work: Coroutine) -> None:
@@ -223,37 +259,33 @@ class Daemon:
         sandbox.mark_lost(MOVED)
 
     async def _template(self, request: Request) -> Response:
-        return JSONResponse({"digest": await asyncio.to_thread(self._pool.template_digest, _key(request))})
+        return JSONResponse({"digest": await asyncio.to_thread(self._pool.template_digest, key_of(request))})
 
     async def _take_template(self, request: Request) -> Response:
         self._check_node(request)
-        try:
-            await self._arrivals.receive_template(_key(request), request.stream())
-        except ClientDisconnect:
-            return Response(status_code=400)  # nobody hears it
+        await self._arrivals.receive_template(key_of(request), request.stream())
         return Response(status_code=201)
 
     def _check_node(self, request: Request) -> None:
-        """Images of processes can do whatever this process can: they are taken from who has the key alone."""
-        if not self._key or not hmac.compare_digest(request.headers.get(KEY_HEADER, ""), self._key):
+        """Images of processes can do whatever this process can: they are taken from who has the nodes' key alone."""
+        if not self.gatekeeper.admits_scope(request.scope):
             raise SandboxUnsupported(
-                "this node takes no sandboxes of that node's: start both daemons with the same --key_file "
-                "(and give pools its content, SandboxPool(key=...))"
+                "this node takes sandboxes of nodes alone that prove its key: start both daemons with the same "
+                "--peer_key_file (and give pools its content, SandboxPool(key=...))"
             )
 
     async def _arrive(self, request: Request) -> Response:
         self._check_node(request)
-        try:
-            await self._arrivals.receive(request.path_params["id"], request.stream())
-        except ClientDisconnect:
-            return Response(status_code=400)  # nobody hears it
+        await self._arrivals.receive(request.path_params["id"], request.stream())
         return Response(status_code=201)
 
     async def _commit(self, request: Request) -> Response:
+        self._check_node(request)
         could = await self._arrivals.commit(request.path_params["id"])
         return Response(status_code=204 if could else 404)
 
     async def _refuse(self, request: Request) -> Response:
+        self._check_node(request)
         could = await self._arrivals.refuse(request.path_params["id"])
         return Response(status_code=204 if could else 409)
 
@@ -263,7 +295,7 @@ class Daemon:
     def _take_over(self, sandbox: ProcessSandbox, about: dict) -> None:
         """One that has come from another node; its clients come, too, or have until its lease is over."""
         self._moved.pop(sandbox.id, None)
-        held = self._hold_it(sandbox, _lease(about), about)
+        held = self._hold_it(sandbox, bounds.seconds("lease_s", about.get("lease_s", 60.0)), about)
         asyncio.get_running_loop().call_later(held.lease_s, held.hub.give_up_absent)
 
     def _hold_it(self, sandbox: ProcessSandbox, lease_s: float, state: dict | None = None) -> _Held:
@@ -277,8 +309,7 @@ class Daemon:
         return JSONResponse({"id": sandbox.id, "template": to_json(sandbox.template)}, 201)
 
     def _forget(self, held: _Held, reason: str) -> None:
-        if held.expiry is not None:
-            held.expiry.cancel()
+        self._end_lease(held)
         sandbox_id = held.sandbox.id
         if self._held.get(sandbox_id) is not held:
             return  # it has moved, and perhaps come back since
@@ -287,7 +318,16 @@ class Daemon:
         if len(self._reasons) > _MAX_REASONS:
             del self._reasons[next(iter(self._reasons))]
 
+    def _end_lease(self, held: _Held) -> None:
+        if held.expiry is not None:
+            held.expiry.cancel()
+            held.expiry = None
+
     def _begin_lease(self, held: _Held) -> None:
+        """Unless somebody uses it, or it is here no more."""
+        self._end_lease(held)
+        if held.is_used or self._held.get(held.sandbox.id) is not held:
+            return
         held.expiry = asyncio.get_running_loop().call_later(
             held.lease_s, lambda: self._spawn(held.sandbox.kill("lease"))
         )
@@ -313,35 +353,35 @@ class Daemon:
                     await held.sandbox.kill(reason)
                     return Response(status_code=204)
         if sandbox_id in self._moved:
-            raise _Moved(self._moved[sandbox_id])
+            raise Moved(self._moved[sandbox_id])
         return Response(status_code=204)
 
     async def _exec(self, request: Request) -> Response:
-        body = await _json(request)
-        known = ("script", "timeout_s", "silent_s", "user", "cwd", "user_env", "stdin")
-        if "script" not in body or body.keys() - set(known):
-            raise ConfigError(f"exec takes {', '.join(known)}; got {', '.join(body) or 'nothing'}")
-        sandbox = self._get(request.path_params["id"]).sandbox
-        try:
-            body["stdin"] = base64.b64decode(body.get("stdin", ""), validate=True)
-            result = await sandbox.exec(body.pop("script"), **body)
-        except (TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"exec: {error}; see Sandbox.exec for what it takes") from None
+        asked = dict(parsed(Exec, await json_of(request, _MOST_LARGE)))
+        with self._use(request) as held:
+            result = await until_gone(request, held.sandbox.exec(asked.pop("script"), **asked))
         fields = {name: getattr(result, name) for name in result.__dataclass_fields__ if name != "output"}
         return JSONResponse(fields | {"output": base64.b64encode(result.output).decode()})
 
     async def _read(self, request: Request) -> Response:
-        data = await self._get(request.path_params["id"]).sandbox.read(_path(request))
+        with self._use(request) as held:
+            data = await held.sandbox.read(path_of(request))
         return Response(data, media_type="application/octet-stream")
 
     async def _write(self, request: Request) -> Response:
-        await self._get(request.path_params["id"]).sandbox.write(_path(request), await request.body())
+        mode = request.query_params.get("mode")
+        if mode is not None and not re.fullmatch(r"[0-7]{1,4}", mode):
+            raise ConfigError(f"mode={bounds.shown(mode)}: give permission bits as octal digits, such as 644")
+        with self._use(request) as held:
+            data = await body_of(request, held.sandbox.template.file_bytes)
+            await held.sandbox.write(path_of(request), data, None if mode is None else int(mode, 8))
         return Response(status_code=204)
 
     async def _entries(self, request: Request) -> Response:
-        entries = await self._get(request.path_params["id"]).sandbox.list(_path(request))
+        with self._use(request) as held:
+            entries = await held.sandbox.list(path_of(request))
         rows = [{name: getattr(entry, name) for name in entry.__dataclass_fields__} for entry in entries]
-        return JSONResponse({"entries": rows})
+        return Response(json.dumps({"entries": rows}), media_type="application/json")
 
     async def _agent(self, socket: WebSocket) -> None:
         """Frames of one client, both ways, until either side ends."""
@@ -354,33 +394,29 @@ class Daemon:
         except SandboxLost as error:
             await socket.close(_GONE, error.reason)
             return
-        except _Moved as error:
+        except Moved as error:
             await socket.send_bytes(pack({"moved": error.node}))
             await socket.close()
             return
-        if held.expiry is not None:
-            held.expiry.cancel()
-            held.expiry = None
+        self._end_lease(held)
         held.clients += 1
-        outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
+        outbox = Outbox()
         back = socket.query_params.get("first_id")
         try:
-            first_id = held.hub.attach(
-                lambda header, body: outgoing.put_nowait(_frame(header, body)), None if back is None else int(back)
-            )
+            first_id = held.hub.attach(outbox.put, None if back is None else int(back))
         except (KeyError, ValueError):
             held.clients -= 1
-            if not held.clients:
-                self._begin_lease(held)
+            self._begin_lease(held)
             await socket.close(_GONE, "lease")  # it was away for too long
             return
-        forget = held.sandbox.when_lost(lambda reason: outgoing.put_nowait(None))
-        outgoing.put_nowait(pack({"first_id": first_id, "paused": held.sandbox.paused}))
+        forget = held.sandbox.when_lost(lambda reason: outbox.end())
+        outbox.put({"first_id": first_id, "paused": held.sandbox.paused})
         held.hub.catch_up(first_id)
-        sending = asyncio.create_task(self._send(socket, outgoing, held))
+        sending = asyncio.create_task(self._send(socket, outbox, held))
         try:
             while True:
                 held.hub.ask(first_id, *unpack(await socket.receive_bytes()))
+                await held.sandbox.drain()
         except (WebSocketDisconnect, SandboxLost, KeyError, TypeError, ValueError, ConnectionError, RuntimeError):
             pass  # gone, or it does not speak frames
         finally:
@@ -389,74 +425,17 @@ class Daemon:
             held.clients -= 1
             if held.sandbox.lost is not None:
                 await sending
-            elif not held.clients and self._held.get(sandbox_id) is held:
+            else:
                 self._begin_lease(held)
             sending.cancel()
             with suppress(WebSocketDisconnect, RuntimeError):
                 await socket.close()
 
-    async def _send(self, socket: WebSocket, outgoing: asyncio.Queue, held: _Held) -> None:
+    async def _send(self, socket: WebSocket, outbox: Outbox, held: _Held) -> None:
         with suppress(WebSocketDisconnect, RuntimeError, ConnectionError):
-            while (message := await outgoing.get()) is not None:
-                await socket.send_bytes(message)
-            await socket.close(_GONE, held.sandbox.lost or "node-lost")
-
-
-def _frame(header: dict, body: bytes) -> bytes:
-    """Of what an agent said, whose frames write text more shortly than those to clients."""
-    try:
-        return pack(header, body)
-    except FrameTooLong:
-        if "watch" in header:
-            return pack({**header, "events": [["lost", ""]]})
-        return pack({"id": header["id"], "errno": errno.EFBIG})
-
-
-async def _json(request: Request) -> dict:
-    try:
-        body = await request.json()
-    except ValueError:
-        body = None
-    if not isinstance(body, dict):
-        raise ConfigError("the body is no JSON object")
-    return body
-
-
-def _lease(body: dict) -> float:
-    lease_s = body.get("lease_s", 60.0)
-    if not isinstance(lease_s, int | float) or not lease_s > 0:
-        raise ConfigError(f"lease_s={lease_s!r}: give a positive number of seconds")
-    return lease_s
-
-
-def _key(request: Request) -> str:
-    key = request.path_params["key"]
-    if not _KEY.fullmatch(key):
-        raise ConfigError(f"key={key!r}: give the 64 hexadecimal digits of a template")
-    return key
-
-
-def _path(request: Request) -> str:
-    path = request.query_params.get("path", "")
-    if not path:
-        raise ConfigError("path is missing: give ?path=")
-    return path
-
-
-async def _redirect(request: Request, error: Exception) -> Response:
-    """To where a sandbox is now; 308 for clients that follow addresses."""
-    node, path = error.node, request.url.path + (f"?{request.url.query}" if request.url.query else "")
-    headers = {} if node.startswith("unix:") else {"Location": f"{node}{path}"}
-    return JSONResponse({"error": "Moved", "node": node, "message": f"it is at {node}"}, 308, headers=headers)
-
-
-async def _say(request: Request, error: Exception) -> Response:
-    """Errors as {error, message}; what helps to raise the same one on the other side."""
-    body = {"error": type(error).__name__, "message": str(error)}
-    if isinstance(error, OSError):
-        return JSONResponse(body | {"error": "OSError", "errno": error.errno, "path": error.filename}, 422)
-    if isinstance(error, SandboxLost):
-        body["reason"] = error.reason
-    status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 500)
-    headers = {"Retry-After": str(_RETRY_S)} if status == 503 else None
-    return JSONResponse(body, status, headers=headers)
+            while (frame := await outbox.take()) is not None:
+                await socket.send_bytes(frame)
+            if outbox.is_over:
+                await socket.close(_TOO_SLOW, "what was asked for is not taken")
+            else:
+                await socket.close(_GONE, held.sandbox.lost or "node-lost")

@@ -22,7 +22,6 @@ from venusrl.sandbox.client import ProcessSandbox
 from venusrl.sandbox.saving import Saving
 from venusrl.sandbox.snapshots import Snapshot, digest_of, from_record, to_record
 
-KEY_HEADER = "x-venusrl-key"
 WAIT_S = 15.0  # that an arrived sandbox waits for its commit
 _ID = re.compile(r"sb-[0-9a-z-]{1,64}")
 _MOST_REMEMBERED = 10_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -10,15 +11,16 @@ from pathlib import Path
 import httpx
 import websockets
 
-from venusrl.core import errors
 from venusrl.core.calls import client
-from venusrl.core.errors import SandboxError, SandboxLost
+from venusrl.core.errors import ConfigError, SandboxCapacity, SandboxError, SandboxLost, SandboxUnsupported
+from venusrl.sandbox import bounds
 from venusrl.sandbox.client import ProcessSandbox
 from venusrl.sandbox.codec import from_json, to_json
 from venusrl.sandbox.contract import Template
-from venusrl.sandbox.daemon.arrivals import KEY_HEADER, describe, outgoing, parcel
+from venusrl.sandbox.daemon.arrivals import describe, outgoing, parcel
+from venusrl.sandbox.daemon.peers import HEADER, Caller
 from venusrl.sandbox.snapshots import Snapshot
-from venusrl.sandbox.wire import pack, unpack
+from venusrl.sandbox.wire import WireError, pack, unpack
 
 _MESSAGE_BYTES = 1 << 30
 _GONE = 4410  # see daemon/app.py
@@ -26,6 +28,9 @@ _MOVING, _MOVED = b'{"moving"', b'{"moved"'
 _RETRY_S = 0.2  # between questions about what may have happened
 _COMMIT_S = 30.0  # that one answer to a commit may take
 _GRACE_S = 10.0  # that a daemon which listens no more may take to end
+_MOST_HOPS = 8  # from node to node after a sandbox that has moved
+_MOST_MESSAGE = 2000  # characters of what went wrong there
+_KINDS = {kind.__name__: kind for kind in (ConfigError, SandboxError, SandboxUnsupported, SandboxCapacity)}
 _FIND_S = 15.0  # that a sandbox is looked for where it was to move when its node died
 
 
@@ -69,25 +74,43 @@ class _Stream:
             await self._changed.wait()
 
 
+def default_socket() -> str:
+    """Where a daemon of this user's listens: `$XDG_RUNTIME_DIR/venusrl/sandboxd.sock`, below ~/.local/state else."""
+    return str(Path(os.environ.get("XDG_RUNTIME_DIR") or Path.home() / ".local/state") / "venusrl/sandboxd.sock")
+
+
 class Node:
     """A daemon at an address: http://host:port, or unix:PATH. Use `async with`.
 
     Args:
+      address: None: this user's, at `default_socket`.
       lease_s: seconds that a sandbox outlives its connection.
       wait_s: seconds that an answer may take; creation with a set-up to be built takes long.
-      key: what nodes show each other before one takes a sandbox of the other's. For pools.
+      key: of clients (its --key_file); also shown to the nodes that this one says a sandbox has moved to.
+      peer_key: of nodes (its --peer_key_file), which is proven and never sent. For pools.
     """
 
-    def __init__(self, address: str, *, lease_s: float = 60.0, wait_s: float = 900.0, key: str = ""):
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        lease_s: float = 60.0,
+        wait_s: float = 900.0,
+        key: str = "",
+        peer_key: str = "",
+    ):
+        address = f"unix:{default_socket()}" if address is None else address
         self.address = address
-        self._lease_s = lease_s
-        self.wait_s = wait_s
+        self._lease_s = bounds.seconds("lease_s", lease_s)
+        self.wait_s = bounds.seconds("wait_s", wait_s)
+        self._key, self._peer_key = key, peer_key
+        self._caller = Caller(peer_key) if peer_key else None
         self._path = address.removeprefix("unix:") if address.startswith("unix:") else None
         transport = None if self._path is None else httpx.AsyncHTTPTransport(uds=self._path)
         base = address if self._path is None else "http://node"
         self._base = base
-        headers = {KEY_HEADER: key} if key else {}
-        self._http = client(base, transport=transport, timeout=wait_s, headers=headers)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._http = client(base, transport=transport, timeout=wait_s, headers=headers, auth=self._caller)
         self._pumps: set[asyncio.Task] = set()
         self._others: dict[str, Node] = {}  # where sandboxes have moved
 
@@ -253,8 +276,13 @@ class Node:
           SandboxError: nobody answers at the address.
         """
         query = "" if first_id is None else f"?first_id={first_id}"
-        url = f"ws{self._base.removeprefix('http')}/sandboxes/{sandbox_id}/agent{query}"
-        options = dict(max_size=_MESSAGE_BYTES, compression=None, ping_interval=None)
+        path = f"/sandboxes/{sandbox_id}/agent{query}"
+        url = f"ws{self._base.removeprefix('http')}{path}"
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        if self._caller is not None:
+            await self.health()  # a session has begun then
+            headers[HEADER] = self._caller.proof("GET", path)
+        options = dict(max_size=_MESSAGE_BYTES, compression=None, ping_interval=None, additional_headers=headers)
         try:
             if self._path is None:
                 return await websockets.connect(url, proxy=None, **options)
@@ -265,7 +293,8 @@ class Node:
     def other(self, address: str) -> Node:
         """The daemon at another address, for as long as this one is in use."""
         if address not in self._others:
-            self._others[address] = Node(address, lease_s=self._lease_s, wait_s=self.wait_s)
+            keys = {"key": self._key, "peer_key": self._peer_key}
+            self._others[address] = Node(address, lease_s=self._lease_s, wait_s=self.wait_s, **keys)
         return self._others[address]
 
     async def arrived(self, sandbox_id: str) -> str | None:
@@ -273,25 +302,38 @@ class Node:
         answer = await self._request("GET", f"/arrivals/{sandbox_id}")
         return answer.json()["state"]
 
-    async def _request(self, method: str, path: str, **arguments) -> httpx.Response:
+    async def _request(self, method: str, path: str, hops: int = 0, **arguments) -> httpx.Response:
         """Raises what was raised there."""
         try:
             answer = await self._http.request(method, path, **arguments)
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise SandboxError(f"node {self.address}: {error!r}; is launchers.sandboxd running there?") from error
         if answer.is_success:
             return answer
-        try:
-            said = answer.json()
-        except ValueError:
-            raise SandboxError(f"node {self.address}: {answer.status_code} {answer.text[:200]}") from None
-        if said["error"] == "Moved":
-            return await self.other(said["node"])._request(method, path, **arguments)
-        if said["error"] == "OSError":
-            raise OSError(said["errno"], said["message"], said["path"])
-        if said["error"] == "SandboxLost":
-            raise SandboxLost(path.split("/")[2], said["reason"])
-        raise getattr(errors, said["error"], SandboxError)(said["message"])
+        said = _said(answer)
+        if said["error"] == "Moved" and isinstance(said.get("node"), str) and hops < _MOST_HOPS:
+            return await self.other(said["node"])._request(method, path, hops + 1, **arguments)
+        raise self._error(answer.status_code, path, said)
+
+    def _error(self, status: int, path: str, said: dict) -> Exception:
+        kind, message = said["error"], said["message"]
+        if kind == "OSError" and type(said.get("errno")) is int:
+            return OSError(said["errno"], message, said.get("path"))
+        if kind == "SandboxLost":
+            return SandboxLost(str(said.get("id") or path.split("/")[-1])[:100], str(said.get("reason"))[:100])
+        if status == 401:
+            return SandboxError(f"node {self.address} wants its key: give Node(key=...), the content of its --key_file")
+        return _KINDS.get(kind, SandboxError)(message or f"node {self.address} answered {status}")
+
+
+def _said(answer: httpx.Response) -> dict:
+    """An error as a node tells it; nothing of the kind becomes {"error": "", "message": ""}."""
+    try:
+        said = answer.json()
+    except ValueError:
+        said = None
+    said = said if isinstance(said, dict) else {}
+    return said | {name: str(said.get(name) or "")[:_MOST_MESSAGE] for name in ("error", "message")}
 
 
 class _Pump:
@@ -314,13 +356,15 @@ class _Pump:
         """SandboxLost where the node does not have it."""
         self._socket = await self._node.open_socket(self._id, first_id)
         try:
-            first, _ = unpack(await self._socket.recv())
-            while "moved" in first:
+            first = await self._first()
+            for _ in range(_MOST_HOPS):
+                if "moved" not in first:
+                    break
                 await self._socket.close()
-                self._node = self._node.other(first["moved"])
+                self._node = self._node.other(str(first["moved"]))
                 self._socket = await self._node.open_socket(self._id, first_id)
-                first, _ = unpack(await self._socket.recv())
-        except (websockets.ConnectionClosed, OSError) as error:
+                first = await self._first()
+        except (websockets.ConnectionClosed, OSError, TimeoutError) as error:
             reason = self._socket.close_reason if self._socket.close_code == _GONE else "node-lost"
             raise SandboxLost(self._id, reason) from error
         streams = self._reader, self._stream
@@ -335,6 +379,15 @@ class _Pump:
             self.sandbox.rekeep(self._node)
         self._reader.feed_data(pack({"paused": first["paused"]}))
 
+    async def _first(self) -> dict:
+        """What a node says first. WireError where that is something else."""
+        async with asyncio.timeout(self._node.wait_s):
+            message = await self._socket.recv()
+        first, _ = unpack(message if isinstance(message, bytes) else b"")
+        if "moved" not in first and not (type(first.get("first_id")) is int and isinstance(first.get("paused"), bool)):
+            raise WireError("the node does not say how its client begins")
+        return first
+
     async def run(self) -> None:
         """Until the sandbox is gone, or its owner is."""
         try:
@@ -346,6 +399,8 @@ class _Pump:
             self.sandbox.mark_lost(self._why())
         except SandboxError:
             self.sandbox.mark_lost("node-lost")
+        except (WireError, TypeError, KeyError, ValueError):  # it does not speak frames
+            self.sandbox.mark_lost("protocol")
         finally:
             self.sandbox.mark_lost("node-lost")
             await self._socket.close()

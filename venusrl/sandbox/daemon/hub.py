@@ -6,15 +6,14 @@ hub there begins with the state of this one; a client that has not come back yet
 """
 
 import asyncio
+import errno
 from collections.abc import Callable
 
-from venusrl.core.errors import SandboxError
+from venusrl.core.errors import ConfigError, SandboxError
 from venusrl.sandbox.client import RANGE, ProcessSandbox
+from venusrl.sandbox.frames import check_asked
 
 Send = Callable[[dict, bytes], None]
-# What a client may ask for; "park" is its node's affair.
-_COMMANDS = ("exec", "start", "processes", "connect", "window", "cancel", "input", "signal", "resize")
-_OPS = frozenset((*_COMMANDS, "read", "write", "stat", "list", "watch", "unwatch", "pause", "resume"))
 _LOOK_S = 0.02
 _HEADER_BYTES = 512  # that a frame counts for, besides its body
 _MOST_MISSED = 64 << 20  # bytes that are kept for a client that is away
@@ -105,14 +104,24 @@ class Hub:
             self.detach(client * RANGE)
 
     def ask(self, first_id: int, header: dict, body: bytes) -> None:
-        """A request of a client. SandboxLost where the sandbox is; ValueError for an id of another's."""
-        client, op = first_id // RANGE, header["op"]
-        if op == "held":
+        """A request of a client, which is told where a field of it is wrong.
+
+        Raises:
+          SandboxLost: the sandbox is.
+          ValueError: an id of another's, or no request at all.
+        """
+        client = first_id // RANGE
+        if isinstance(header, dict) and header.get("op") == "held":
             if client in self._held:
                 self._held[client].set()
             return
-        if op not in _OPS:
-            raise ValueError(f"op={op!r}: clients may ask for {', '.join(sorted(_OPS))}")
+        try:
+            check_asked(header)
+        except ConfigError:
+            if header["id"] // RANGE == client and header["op"] not in ("cancel", "window", "unwatch"):
+                self._clients[client]({"id": header["id"], "errno": errno.EINVAL}, b"")
+            return
+        op = header["op"]
         if header["id"] // RANGE != client:
             raise ValueError(f"id={header['id']} is not in the range of this connection, from {first_id}")
         if op == "window" and self._interested.get(header["job"], [client])[-1] != client:
