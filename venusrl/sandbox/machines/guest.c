@@ -16,6 +16,7 @@
 #include <linux/random.h>
 #include <linux/seccomp.h>
 #include <linux/vm_sockets.h>
+#include <net/if.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdbool.h>
@@ -291,6 +292,11 @@ int main(void) {
     bool vsock = has_vsock();
     load_modules(vsock ? "/modules/vsock" : "/modules/serial");
     sethostname("sandbox", 7);
+    struct ifreq lo = {.ifr_flags = IFF_UP};
+    strcpy(lo.ifr_name, "lo");
+    int network = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    if (network < 0 || ioctl(network, SIOCSIFFLAGS, &lo)) die("loopback");
+    close(network);
     int agent = vsock ? listen_on(2) : -1;
     if (vsock) control_listener = listen_on(1);
     int control = vsock ? take_owner() : open_port("control");

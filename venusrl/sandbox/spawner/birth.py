@@ -1,5 +1,6 @@
 """The first moments of a sandbox: a fork of the spawner gives up all that it has, and becomes the agent."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -28,6 +29,7 @@ class Birth:
       limits_memory: a cgroup does; else each process has a limit of its own.
       filter: of system calls, a BPF program; None: there is none for this kind of machine.
       life_fd: read end of a pipe that ends when the spawner dies.
+      user_budgets: what all users of a sandbox may have together (budgets.of_users).
     """
 
     def __init__(
@@ -38,7 +40,9 @@ class Birth:
         limits_memory: bool,
         filter: bytes | None,
         life_fd: int,
+        user_budgets: dict[str, int],
     ):
+        self._user_budgets = user_budgets
         self._host = host
         self._prepared = prepared
         self._range_mode = has_range
@@ -109,6 +113,9 @@ class Birth:
             os.setgroups([])
             os.setresgid(0, 0, 0)
             os.setresuid(0, 0, 0)
+        with contextlib.suppress(OSError):  # a container may show /proc/sys read-only; then its own user's budgets hold
+            namespaces.bound_users(self._user_budgets)
+        namespaces.raise_loopback()
         namespaces.set_hostname(rootfs.HOSTNAME)
         files = None
         if layer is not None:

@@ -6,6 +6,7 @@ import re
 # What CRIU itself makes in the sandbox; every other mount is put there from outside.
 _ITS_OWN = ("/", "/proc", "/dev/pts")
 _COMMON = ("--manage-cgroups=ignore", "--file-locks", "--tcp-established", "--empty-ns", "net", "-v2")
+_NO_SOCKETS = "Can't get 1:16 opt"  # SO_PASSCRED, which that Linux has for other sockets alone
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
@@ -44,6 +45,8 @@ def complaint(log: str) -> str:
     with open(log, errors="replace") as f:
         lines = [line.split("Error", 1)[1].strip() for line in f if "Error" in line]
     lines = [line.split(": ", 1)[-1] for line in lines if "RLIMIT_NOFILE" not in line and "FAILED" not in line]
+    if any(_NO_SOCKETS in line for line in lines):
+        return "a command has a socket of IP open, which this CRIU cannot save on Linux 6.16 or newer"
     return "; ".join(lines[:3])[:500] or "it does not say why"
 
 

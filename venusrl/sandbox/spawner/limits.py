@@ -10,7 +10,7 @@ import os
 import resource
 import signal
 
-from venusrl.sandbox.spawner import namespaces
+from venusrl.sandbox.spawner import budgets, namespaces
 from venusrl.sandbox.spawner.freezer import Freezer, thaw_left, write
 
 _PREFIX = "venusrl-"
@@ -32,6 +32,7 @@ def limit_agent(file_bytes: int, data_bytes: int | None) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     if data_bytes is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (data_bytes, data_bytes))
+    budgets.limit_process()
 
 
 def process_limit(pids: int) -> int:

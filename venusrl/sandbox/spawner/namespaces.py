@@ -5,8 +5,11 @@ Only ctypes. Every function raises OSError with the call's name, so that a refus
 
 import ctypes
 import errno
+import fcntl
 import os
 import signal
+import socket
+import struct
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000
@@ -28,6 +31,7 @@ _MOUNT_ATTR_IDMAP = 0x100000
 _AT_FDCWD, _AT_EMPTY_PATH, _AT_RECURSIVE, _MNT_DETACH = -100, 0x1000, 0x8000, 2
 _OPEN_TREE, _OPEN_TREE_CLONE, _MOVE_MOUNT, _MOVE_MOUNT_F_EMPTY_PATH = 428, 1, 429, 4
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 _CAPABILITY_VERSION_3 = 0x20080522
 
 # Numbers of the calls glibc does not wrap, or not the way needed: (clone, pivot_root, mount_setattr, seccomp's arch).
@@ -149,6 +153,35 @@ def unshare(flags: int) -> None:
 def set_namespace(fd: int) -> None:
     """setns(2): this thread enters the namespace that the descriptor is of."""
     _check(_LIBC.setns(fd, 0), "setns")
+
+
+def bound_users(budgets: dict[str, int], owner: int | None = None) -> None:
+    """Sets what the users of a user namespace may have together (namespaces(7), /proc/sys/user).
+
+    Args:
+      owner: a process of that namespace; None: it is this process's own.
+    """
+    if owner is None:
+        for name, most in budgets.items():
+            with open(f"/proc/sys/user/{name}", "w") as f:
+                f.write(str(most))
+        return
+    pid = os.fork()
+    if pid == 0:
+        try:
+            set_namespace(os.open(f"/proc/{owner}/ns/user", os.O_RDONLY))
+            bound_users(budgets)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    if os.waitpid(pid, 0)[1] != 0:
+        raise OSError(errno.EIO, "the budgets of its users cannot be set")
+
+
+def raise_loopback() -> None:
+    """The loopback of this network namespace, which in a new one is down."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
 
 
 def set_hostname(name: str) -> None:

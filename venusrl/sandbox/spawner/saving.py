@@ -7,6 +7,7 @@ wrong in the file `error`.
 import errno
 import json
 import os
+import shlex
 import signal
 
 from venusrl.sandbox.spawner import criu, limits, namespaces, rootfs
@@ -17,9 +18,10 @@ PLACES = "mounts.json"
 ERROR = "error"
 PID = "pid"
 _FREEZE = "freeze.sh"
-# CRIU runs it at every step. Before it lets go of what it has restored, that is still stopped: all but the agent is
-# moved into the freezer, thread by thread, and frozen.
+# CRIU runs it at every step. As soon as there is a network its loopback is raised. Before CRIU lets go of what it has
+# restored, that is still stopped: all but the agent is moved into the freezer, thread by thread, and frozen.
 _FREEZE_SCRIPT = """#!/bin/sh
+[ "$CRTOOLS_SCRIPT_ACTION" = post-setup-namespaces ] && exec {agent} loopback "$CRTOOLS_INIT_PID"
 [ "$CRTOOLS_SCRIPT_ACTION" = pre-resume ] || exit 0
 take() {{
   for task in /proc/$1/task/*; do
@@ -85,7 +87,8 @@ def restore(request: dict, host: rootfs.Host, base: int, freezer: Freezer) -> No
     with _reported(folder):
         script = f"{folder}/{_FREEZE}"
         with open(os.open(script, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o700), "w") as f:
-            f.write(_FREEZE_SCRIPT.format(members=freezer.members_file, freeze=freezer.freeze_command))
+            parts = {"members": freezer.members_file, "freeze": freezer.freeze_command}
+            f.write(_FREEZE_SCRIPT.format(agent=shlex.quote(str(host.agent)), **parts))
         with open(f"{folder}/{PLACES}") as f:
             places = json.load(f)
         os.makedirs(rootfs.PREPARED, exist_ok=True)

@@ -35,6 +35,13 @@ _EVERYWHERE = {
     "mount_setattr": 442, "quotactl_fd": 443, "open_tree_attr": 467,
 }  # fmt: skip
 _CLONE3 = 435
+# Asynchronous I/O of the kernel's: its events are counted for the whole host (fs.aio-max-nr), and programs do without.
+_IO_SETUP = {"x86_64": 206, "aarch64": 0}
+# Message queues: their bytes are counted for who made the sandboxes, and the usual bound is that of one of them.
+_MQ_OPEN = {"x86_64": 240, "aarch64": 180}
+# Programs of the kernel's packet filter: their code is counted for the whole host (net.core.bpf_jit_limit).
+_SETSOCKOPT = {"x86_64": 54, "aarch64": 208}
+_SOL_SOCKET, _ATTACH_FILTER, _ATTACH_REUSEPORT_FILTER = 1, 26, 51
 _DENIED = {"x86_64": {**_X86_64, **_EVERYWHERE}, "aarch64": {**_AARCH64, **_EVERYWHERE}}
 _CHECKED = {
     "x86_64": {"clone": 56, "socket": 41, "prlimit64": 302, "setpriority": 141, "ioprio_set": 251},
@@ -55,6 +62,7 @@ _EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
 _LOAD, _JUMP_EQUAL, _JUMP_GREATER_EQUAL, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
 _NUMBER_OFFSET, _ARCH_OFFSET, _FIRST_ARGUMENT_OFFSET, _SECOND_ARGUMENT_OFFSET = 0, 4, 16, 24
+_THIRD_ARGUMENT_OFFSET = 32
 
 
 def supported(machine: str) -> bool:
@@ -74,6 +82,20 @@ def program(machine: str) -> bytes:
         (_RETURN, 0, 0, _ERRNO | _EPERM),
         (_JUMP_EQUAL, 0, 1, _CLONE3),
         (_RETURN, 0, 0, _ERRNO | _ENOSYS),
+        (_JUMP_EQUAL, 1, 0, _IO_SETUP[machine]),
+        (_JUMP_EQUAL, 0, 1, _MQ_OPEN[machine]),
+        (_RETURN, 0, 0, _ERRNO | _ENOSYS),
+    ]
+    code += [
+        (_JUMP_EQUAL, 0, 8, _SETSOCKOPT[machine]),
+        (_LOAD, 0, 0, _SECOND_ARGUMENT_OFFSET),
+        (_JUMP_EQUAL, 0, 4, _SOL_SOCKET),
+        (_LOAD, 0, 0, _THIRD_ARGUMENT_OFFSET),
+        (_JUMP_EQUAL, 1, 0, _ATTACH_FILTER),
+        (_JUMP_EQUAL, 0, 1, _ATTACH_REUSEPORT_FILTER),
+        (_RETURN, 0, 0, _ERRNO | _EPERM),
+        (_RETURN, 0, 0, _ALLOW),
+        (_RETURN, 0, 0, _ALLOW),
     ]
     code += _with_first_argument(
         checked["clone"],

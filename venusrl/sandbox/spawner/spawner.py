@@ -30,7 +30,7 @@ from collections.abc import Callable
 
 from venusrl.core.errors import ConfigError
 from venusrl.sandbox.agent.berth import ADOPTED, KEPT, meet
-from venusrl.sandbox.spawner import limits, namespaces, rootfs, saving, seccomp
+from venusrl.sandbox.spawner import budgets, limits, namespaces, rootfs, saving, seccomp
 from venusrl.sandbox.spawner.birth import USER_NAMESPACE_FIX, Birth
 from venusrl.sandbox.spawner.boxes import Box, Helper
 from venusrl.sandbox.spawner.holder import hold
@@ -101,7 +101,10 @@ class Spawner:
         self._filter = seccomp.program(arch) if seccomp.supported(arch) else None
         prepared = self._prepare() if self._range_mode else None
         has_limit = self._cgroups.report["memory"] is not None
-        self._birth = Birth(self._host, prepared, self._range_mode, has_limit, self._filter, self._life_read)
+        self._user_budgets = budgets.of_users()
+        self._birth = Birth(
+            self._host, prepared, self._range_mode, has_limit, self._filter, self._life_read, self._user_budgets
+        )
         self._sharing = Sharing()
         self._owner_fd = os.pidfd_open(os.getppid())
         self._poll = select.poll()
@@ -351,6 +354,8 @@ class Spawner:
                 raise OSError(errno.EIO, saving.error_of(request["folder"]))
             pid = saving.pid_of(request["folder"])
             saving.check_frozen(group, pid)
+            with contextlib.suppress(OSError):
+                namespaces.bound_users(self._user_budgets, pid)
             connection = None
             if not request["parked"]:
                 connection = self._connect(pid, request["berth"], ADOPTED, group)

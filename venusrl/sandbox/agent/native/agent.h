@@ -200,6 +200,10 @@ bool freeze(void);
 void thaw(void);
 void leave(int code) __attribute__((noreturn));
 
+/* loopback.c: not of the agent; what this program is besides */
+
+int raise_loopback(const char *pid);
+
 /* requests.c */
 
 void serve(struct frame frame);
