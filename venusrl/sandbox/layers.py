@@ -5,6 +5,7 @@ which ends with the process that holds it, and deleted under an exclusive one.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -20,9 +21,15 @@ from pathlib import Path
 from venusrl.core.errors import SandboxError
 from venusrl.sandbox.contract import Template
 from venusrl.sandbox.spawner.holder import walk
+from venusrl.sandbox.spawner.namespaces import sync_all
 
 USER_ID = 1000  # owner of a layer's files, as rootfs.USER_ID
 _FORMAT = 1
+_BLOCK = 512  # bytes of a block as stat(2) counts them
+_INODE_BYTES = 256  # of what a file system keeps of a file besides, as ext4 has it
+_SPECIAL = (
+    (stat.S_ISFIFO, "FIFO"), (stat.S_ISSOCK, "socket"), (stat.S_ISCHR, "device"), (stat.S_ISBLK, "device"),
+)  # fmt: skip
 _KEY = re.compile(r"[0-9a-f]{64}")
 _STAGED = re.compile(r"\.[0-9a-f]{64}\.\w+")
 
@@ -125,11 +132,15 @@ class LayerStore:
         folder = self._stage(key)
         try:
             tree = folder / "tree"
+            _check_lowers(template, self.folder)
             for lower in template.lowers:
                 shutil.copytree(lower, tree, symlinks=True, dirs_exist_ok=True)
             if layer_key(template) != key:
                 raise SandboxError(f"Template.lowers of {template.name!r} changed while they were copied; build again")
             _own(tree)
+        except (OSError, shutil.Error) as error:
+            self.discard(folder)
+            raise SandboxError(f"Template.lowers of {template.name!r} cannot be copied: {str(error)[:500]}") from error
         except BaseException:
             self.discard(folder)
             raise
@@ -266,6 +277,21 @@ def layer_key(template: Template) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
+def _check_lowers(template: Template, store: Path) -> None:
+    """Raises SandboxError where they hold more than layer_bytes, or the folder that they are to be copied to."""
+    size = 0
+    for lower in template.lowers:
+        top = Path(lower).resolve()
+        if store.resolve().is_relative_to(top):
+            raise SandboxError(f"Template.lowers: {lower!r} has the folder of templates, {store}, in it; give another")
+        size += sum(max(info.st_size, info.st_blocks * _BLOCK) + _INODE_BYTES for _, info in walk(top))
+    if size > template.layer_bytes:
+        raise SandboxError(
+            f"Template.lowers of {template.name!r} are {size} bytes, more than layer_bytes={template.layer_bytes}; "
+            "raise that, or give less"
+        )
+
+
 def _tar(*arguments: str | Path) -> None:
     done = subprocess.run(["tar", "--numeric-owner", "--xattrs", *arguments], capture_output=True, text=True)
     if done.returncode != 0:
@@ -288,29 +314,58 @@ def count(tree: Path) -> tuple[int, int]:
     return len(entries), sum(info.st_size for info in entries if stat.S_ISREG(info.st_mode))
 
 
+def disk_use(tree: Path) -> int:
+    """Bytes that a folder takes of its disk, which may change meanwhile: blocks, and an inode for everything; what has
+    several names counts once."""
+    found = {(info.st_dev, info.st_ino): info.st_blocks * _BLOCK + _INODE_BYTES for _, info in walk(tree)}
+    return sum(found.values())
+
+
 def _digest(tree: Path) -> tuple[str, int, int]:
-    """(sha256 over paths, kinds, modes and contents; entries; bytes of regular files)."""
+    """(sha256 over paths, kinds, modes and contents; entries; bytes of regular files).
+
+    Raises:
+      SandboxError: there is something that templates cannot hold, or that cannot be read.
+    """
     whole, files, size = hashlib.sha256(), 0, 0
     for path, info in walk(tree):
         content = ""
-        if stat.S_ISREG(info.st_mode):
-            with open(tree / path, "rb") as f:
-                content = hashlib.file_digest(f, "sha256").hexdigest()
-            size += info.st_size
-        elif stat.S_ISLNK(info.st_mode):
-            content = os.readlink(tree / path)
+        try:
+            if stat.S_ISREG(info.st_mode):
+                content = _content(tree / path)
+                size += info.st_size
+            elif stat.S_ISLNK(info.st_mode):
+                content = os.readlink(tree / path)
+        except OSError as error:
+            raise SandboxError(
+                f"{str(tree / path)!r} cannot be read: {error.strerror}; mend it, or leave it out"
+            ) from error
+        kind = next((name for test, name in _SPECIAL if test(info.st_mode)), None)
+        if kind is not None:
+            raise SandboxError(
+                f"{str(tree / path)!r} is a {kind}: templates hold files, directories and links; leave it out"
+            )
         mode = 0 if stat.S_ISLNK(info.st_mode) else info.st_mode
         whole.update(json.dumps([path, mode, content]).encode())
         files += 1
     return whole.hexdigest(), files, size
 
 
+def _content(path: Path) -> str:
+    """sha256 of a file; never waits for somebody who writes a pipe that has taken its place."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with open(fd, "rb") as f:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "it is no file any more")
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
 def _forget_pages(tree: Path) -> None:
-    """Nobody pays for the files' pages in memory any more; who touches one next does."""
+    """All of it is on the disk, and nobody pays for the files' pages in memory any more; who touches one next does."""
+    sync_all(tree)
     for path, info in walk(tree):
         if stat.S_ISREG(info.st_mode):
             with open(tree / path, "rb") as f:
-                os.fsync(f.fileno())
                 os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 

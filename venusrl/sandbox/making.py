@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from venusrl.core.errors import ConfigError, SandboxError, SandboxLost, SandboxUnsupported
-from venusrl.sandbox import bounds
+from venusrl.sandbox import bounds, quota
 from venusrl.sandbox.accounting import Usage
 from venusrl.sandbox.bounds import LONGEST_S
 from venusrl.sandbox.client import RANGE, ProcessSandbox
 from venusrl.sandbox.contract import MIB, Template
-from venusrl.sandbox.layers import Layer, LayerStore, count, default_folder
+from venusrl.sandbox.layers import Layer, LayerStore, default_folder, disk_use
 from venusrl.sandbox.link import SpawnerLink
 from venusrl.sandbox.places import Places, set_up, variables
 from venusrl.sandbox.programs import agent_program
@@ -29,7 +29,6 @@ from venusrl.sandbox.spawner.rootfs import PYTHON_HOME
 from venusrl.sandbox.wire import read_frame
 
 LINGER_S = 60.0  # that a layer without sandboxes stays in memory
-_SIZE_S = 0.5  # between looks at the size of what is built
 HOLDER = "layer-"  # beginning of the id of a process that holds a layer
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -269,18 +268,23 @@ class Making(Places):
         watch = asyncio.create_task(self._watch_size(sandbox, tree, template.layer_bytes, too_large))
         try:
             await set_up(sandbox, template, template.setup)
-        except SandboxLost as error:
-            grown = f"it made more than layer_bytes={template.layer_bytes}; raise that, or make less"
-            why = grown if too_large.is_set() else str(error)
-            raise SandboxError(f"template {template.name!r}: its set-up failed: {why}") from error
+        except SandboxError as error:
+            if not too_large.is_set():
+                if isinstance(error, SandboxLost):
+                    raise SandboxError(f"template {template.name!r}: its set-up failed: {error}") from error
+                raise
         finally:
             watch.cancel()
             await sandbox.kill()
+        if too_large.is_set() or await asyncio.to_thread(disk_use, tree) > template.layer_bytes:
+            raise SandboxError(
+                f"template {template.name!r}: its set-up failed: it made more than layer_bytes={template.layer_bytes}; "
+                "raise that, or make less"
+            )
 
     async def _watch_size(self, sandbox: ProcessSandbox, tree: Path, most: int, too_large: asyncio.Event) -> None:
         """Ends a set-up that fills the host's disk."""
-        while await asyncio.to_thread(lambda: count(tree)[1]) <= most:
-            await asyncio.sleep(_SIZE_S)
+        await quota.watch(sandbox, self._link.agent_pids.get(sandbox.id, 0), tree, most)
         too_large.set()
         await sandbox.kill()
 

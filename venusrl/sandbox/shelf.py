@@ -1,4 +1,8 @@
-"""The layers that one pool uses: found or built when a template first needs them, in use until the pool closes."""
+"""The layers that one pool uses: found or built when a template first needs them, in use until the pool closes.
+
+The lower directories of a template are looked at, whole, when no layer of it is in use: a change of one is not seen
+while there are sandboxes of the template, and a minute longer. What failed is tried anew by the next who asks.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -30,12 +34,11 @@ class Shelf:
         """
         recipe = (template.lowers, template.setup, tuple(sorted(template.env.items())), template.tenant)
         async with self._locks.setdefault(recipe, asyncio.Lock()):
-            key = self._keys.get(recipe)
-            if key is None:
-                key = self._keys[recipe] = await asyncio.to_thread(layer_key, template)
+            key = self._keys.get(recipe) or await asyncio.to_thread(layer_key, template)
             if key not in self._layers:
                 found = await asyncio.to_thread(self.store.open, key)
                 self._layers[key] = found or await self._make(template, key)
+            self._keys[recipe] = key
             return self._layers[key]
 
     async def known(self, key: str) -> Layer | None:
@@ -66,6 +69,7 @@ class Shelf:
         """The layer is not in use any more, until it is asked for again."""
         if self._layers.get(layer.manifest.key) is layer:
             del self._layers[layer.manifest.key]
+            self._keys = {recipe: key for recipe, key in self._keys.items() if key != layer.manifest.key}
         layer.close()
 
     def close(self) -> None:

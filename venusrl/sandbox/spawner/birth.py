@@ -27,7 +27,7 @@ class Birth:
       prepared: directory of their root; None: each makes its own.
       has_range: each has a range of users.
       limits_memory: a cgroup does; else each process has a limit of its own.
-      filter: of system calls, a BPF program; None: there is none for this kind of machine.
+      filters: of system calls, BPF programs: of a sandbox, and of a template's set-up; None: this machine has none.
       life_fd: read end of a pipe that ends when the spawner dies.
       user_budgets: what all users of a sandbox may have together (budgets.of_users).
     """
@@ -38,7 +38,7 @@ class Birth:
         prepared: str | None,
         has_range: bool,
         limits_memory: bool,
-        filter: bytes | None,
+        filters: tuple[bytes | None, bytes | None],
         life_fd: int,
         user_budgets: dict[str, int],
     ):
@@ -47,7 +47,7 @@ class Birth:
         self._prepared = prepared
         self._range_mode = has_range
         self._limits_memory = limits_memory
-        self._seccomp = filter
+        self._filters = filters
         self._life_fd = life_fd
 
     def become_agent(
@@ -130,7 +130,8 @@ class Birth:
         namespaces.clear_capabilities()
         namespaces.set_no_new_privs()
         namespaces.set_dumpable(False)
-        if self._seccomp is not None:
-            namespaces.install_seccomp(self._seccomp)
+        calls = self._filters[bool(request["build"])]
+        if calls is not None:
+            namespaces.install_seccomp(calls)
         # Last, for a change of credentials clears it. If the spawner died before, the pipe has ended already.
         namespaces.die_with_parent()

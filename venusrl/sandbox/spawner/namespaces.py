@@ -140,6 +140,15 @@ def pivot_to(path: str) -> None:
     os.chdir("/")
 
 
+def sync_all(path: str | os.PathLike) -> None:
+    """syncfs(2): everything of the file system that `path` is on is on its disk. One for all files, not one a file."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _check(_LIBC.syncfs(fd), f"syncfs {os.fspath(path)}")
+    finally:
+        os.close(fd)
+
+
 def eventfd() -> int:
     """eventfd(2), not blocking; closes on exec."""
     return _check(_LIBC.eventfd(0, os.O_NONBLOCK | os.O_CLOEXEC), "eventfd")

@@ -37,6 +37,7 @@ _EVERYWHERE = {
 _CLONE3 = 435
 # Asynchronous I/O of the kernel's: its events are counted for the whole host (fs.aio-max-nr), and programs do without.
 _IO_SETUP = {"x86_64": 206, "aarch64": 0}
+_FALLOCATE = {"x86_64": 285, "aarch64": 47}
 # Message queues: their bytes are counted for who made the sandboxes, and the usual bound is that of one of them.
 _MQ_OPEN = {"x86_64": 240, "aarch64": 180}
 # Programs of the kernel's packet filter: their code is counted for the whole host (net.core.bpf_jit_limit).
@@ -57,7 +58,7 @@ _CLONE_NEW_ANY = 0x7E020000
 _X32_BIT = 0x40000000
 # Sockets that a network namespace confines. AF_VSOCK, for one, would reach the hypervisor.
 _SOCKET_FAMILIES = (1, 2, 10, 16)  # unix, inet, inet6, netlink
-_EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
+_EPERM, _ENOSYS, _EOPNOTSUPP, _EAFNOSUPPORT = 1, 38, 95, 97
 
 _LOAD, _JUMP_EQUAL, _JUMP_GREATER_EQUAL, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
@@ -70,8 +71,12 @@ def supported(machine: str) -> bool:
     return machine in _DENIED
 
 
-def program(machine: str) -> bytes:
-    """The filter for `machine`, ready for `install_seccomp`. KeyError on a machine that is not `supported`."""
+def program(machine: str, builds: bool = False) -> bytes:
+    """The filter for `machine`, ready for `install_seccomp`. KeyError on a machine that is not `supported`.
+
+    Args:
+      builds: for the set-up of a template, which may not take space of the host's disk faster than it can write.
+    """
     denied, checked = _DENIED[machine], _CHECKED[machine]
     code = [
         (_LOAD, 0, 0, _ARCH_OFFSET),
@@ -86,6 +91,8 @@ def program(machine: str) -> bytes:
         (_JUMP_EQUAL, 0, 1, _MQ_OPEN[machine]),
         (_RETURN, 0, 0, _ERRNO | _ENOSYS),
     ]
+    if builds:
+        code += [(_JUMP_EQUAL, 0, 1, _FALLOCATE[machine]), (_RETURN, 0, 0, _ERRNO | _EOPNOTSUPP)]
     code += [
         (_JUMP_EQUAL, 0, 8, _SETSOCKOPT[machine]),
         (_LOAD, 0, 0, _SECOND_ARGUMENT_OFFSET),

@@ -99,11 +99,18 @@ class Spawner:
         self._life_read, self._life_write = os.pipe2(os.O_CLOEXEC)
         arch = os.uname().machine
         self._filter = seccomp.program(arch) if seccomp.supported(arch) else None
+        build_filter = seccomp.program(arch, builds=True) if seccomp.supported(arch) else None
         prepared = self._prepare() if self._range_mode else None
         has_limit = self._cgroups.report["memory"] is not None
         self._user_budgets = budgets.of_users()
         self._birth = Birth(
-            self._host, prepared, self._range_mode, has_limit, self._filter, self._life_read, self._user_budgets
+            self._host,
+            prepared,
+            self._range_mode,
+            has_limit,
+            (self._filter, build_filter),
+            self._life_read,
+            self._user_budgets,
         )
         self._sharing = Sharing()
         self._owner_fd = os.pidfd_open(os.getppid())
