@@ -37,8 +37,8 @@ from venusrl.sandbox.daemon.arrivals import Arrivals
 from venusrl.sandbox.daemon.hub import Hub
 from venusrl.sandbox.daemon.models import Create, Exec, Lease, Migrate, Resize, parsed
 from venusrl.sandbox.daemon.outbox import Outbox
-from venusrl.sandbox.daemon.peers import CHALLENGE, Gatekeeper
-from venusrl.sandbox.daemon.replies import Moved, fail, json_of, key_of, nobody, path_of, redirect, say
+from venusrl.sandbox.daemon.peers import CHALLENGE, HEADER, Gatekeeper
+from venusrl.sandbox.daemon.replies import Moved, Unproven, fail, json_of, key_of, nobody, path_of, redirect, say
 from venusrl.sandbox.saving import MOVED, Saving
 from venusrl.sandbox.wire import pack, unpack
 
@@ -269,7 +269,8 @@ class Daemon:
     def _check_node(self, request: Request) -> None:
         """Images of processes can do whatever this process can: they are taken from who has the nodes' key alone."""
         if not self.gatekeeper.admits_scope(request.scope):
-            raise SandboxUnsupported(
+            kind = Unproven if HEADER in request.headers else SandboxUnsupported
+            raise kind(
                 "this node takes sandboxes of nodes alone that prove its key: start both daemons with the same "
                 "--peer_key_file (and give pools its content, SandboxPool(key=...))"
             )

@@ -11,9 +11,12 @@ from venusrl.core.http import body_of
 from venusrl.sandbox import bounds
 
 _KEY = re.compile(r"[0-9a-f]{64}")
-_STATUS = {ConfigError: 400, ContractError: 413, SandboxLost: 410, SandboxUnsupported: 501, SandboxCapacity: 503}
 _RETRY_S = 1
 _MOST_JSON = 1 << 20  # bytes of a request about a sandbox
+
+
+class Unproven(SandboxUnsupported):
+    """A node's proof does not hold here, or no more; it may ask for a challenge."""
 
 
 class Moved(Exception):
@@ -21,6 +24,16 @@ class Moved(Exception):
 
     def __init__(self, node: str):
         self.node = node
+
+
+_STATUS = {
+    Unproven: 401,
+    ConfigError: 400,
+    ContractError: 413,
+    SandboxLost: 410,
+    SandboxUnsupported: 501,
+    SandboxCapacity: 503,
+}
 
 
 async def json_of(request: Request, most: int = _MOST_JSON) -> dict:
