@@ -263,7 +263,7 @@ def same(ours, theirs) -> bool:
         try:
             theirs = float(theirs) if isinstance(ours, float) else theirs
         except OverflowError:
-            theirs = math.copysign(math.inf, theirs)
+            theirs = math.inf if theirs > 0 else -math.inf
         return isinstance(ours, int | float) and (ours == theirs or math.isclose(ours, theirs, rel_tol=1e-15))
     return ours == theirs and type(ours) is type(theirs)
 
