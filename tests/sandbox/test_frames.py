@@ -86,6 +86,7 @@ FORGED = {
     "changes of another kind": pack({"watch": 1, "events": "all"}),
     "a set-up's error after it": pack({"setup_error": "no"}),
     "paused with a word": pack({"paused": "yes"}),
+    "a pause that nobody asked for": pack({"paused": True}),
 }
 
 

@@ -220,6 +220,7 @@ async def frames(address: str, sandbox: str, rng: random.Random, count: int) -> 
             count -= 1
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("count", [1200, pytest.param(int(os.environ.get("FUZZ", "10000")), marks=pytest.mark.slow)])
 async def test_a_node_survives_whatever_it_is_sent(count):
     rng = random.Random(count)

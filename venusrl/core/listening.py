@@ -11,6 +11,7 @@ import struct
 import termios
 from collections.abc import Callable
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -183,7 +184,11 @@ class _Protocol(H11Protocol):
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        try:
+            super().data_received(data)
+        except h11.LocalProtocolError:  # the caller goes on after an answer that ended the connection
+            self.transport.close()
+            return
         self._watch()
 
     def on_response_complete(self) -> None:

@@ -46,6 +46,7 @@ class ProcessSandbox:
       ranges: of ids that are taken, this client's among them.
       pauses: of the sandbox.
       control_s: seconds that the answer to a pause may take where it cannot be seen why it does.
+      is_owner: of its agent; else others may have it paused, unseen from here.
     """
 
     def __init__(
@@ -77,6 +78,8 @@ class ProcessSandbox:
         self._parked: list[bytes] | None = None  # frames that wait while nobody takes them
         self.pauses = Pauses(paused)
         self.control_s: float | None = None
+        self.is_owner = True
+        self._may_pause = 0  # pauses that its agent may still tell of
         self._receiver = self._loop.create_task(self._receive())
 
     def is_ready(self) -> None:
@@ -218,6 +221,7 @@ class ProcessSandbox:
         self._check_alive()
         self.pauses.note(True)
         self.pauses.asked = True
+        self._may_pause += 1
         await self._control("pause")
 
     async def resume(self) -> None:
@@ -247,6 +251,7 @@ class ProcessSandbox:
         and says nothing more until `unpark`. For who saves it."""
         self._check_alive()
         self.pauses.note(True)
+        self._may_pause += 1
         _, future = self._send({"op": "park", "stays": stays}, b"")
         self._parked = []
         try:
@@ -384,6 +389,7 @@ class ProcessSandbox:
         self._check_alive()
         if header.get("op") in ("pause", "resume"):
             self.pauses.asked = header["op"] == "pause"
+            self._may_pause += header["op"] == "pause"
         self._write(pack(header, body))
 
     async def drain(self) -> None:
@@ -526,6 +532,10 @@ class ProcessSandbox:
             self.is_ready()
             return
         if "paused" in answer:
+            if answer["paused"] and self.is_owner:
+                if not self._may_pause:
+                    raise WireError("a pause that nobody has asked for")
+                self._may_pause -= 1
             self.pauses.note(answer["paused"])
             self.foreign(answer, body)
             return

@@ -370,10 +370,12 @@ class _Pump:
         streams = self._reader, self._stream
         if self.sandbox is None:
             self.sandbox = ProcessSandbox(self._id, self._template, streams, self._node, first["first_id"])
+            self.sandbox.is_owner = False
             self.sandbox.control_s = self._node.wait_s  # the daemon sees whether it is being saved
             self._reader.feed_data(pack({"ready": True}))
         elif first_id is not None and self.sandbox.is_parked:
             self._reader.feed_data(pack({"ready": True}))
+            self.sandbox.is_owner = False
             self.sandbox.rehome(self._node, streams)
         else:
             self.sandbox.rekeep(self._node)
