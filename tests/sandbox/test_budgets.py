@@ -14,7 +14,18 @@ from venusrl.sandbox import Template
 
 _BEGIN = "import ctypes, os, sys, time\nlibc = ctypes.CDLL(None, use_errno=True)\n"
 _END = "\nprint(n, flush=True)\ntime.sleep(100)\n"
-_SYSTEM = {"x86_64": {"io_setup": 206, "mq_open": 240}, "aarch64": {"io_setup": 0, "mq_open": 180}}[os.uname().machine]
+_SYSTEM = {
+    "x86_64": {"io_setup": 206, "mq_open": 240, "seccomp": 317},
+    "aarch64": {"io_setup": 0, "mq_open": 180, "seccomp": 277},
+}[os.uname().machine]
+# Allows everything, in as many instructions as one may have.
+_FILTER = (
+    "import struct\n"
+    "load, allow = struct.pack('HBBI', 0x20, 0, 0, 0), struct.pack('HBBI', 6, 0, 0, 0x7FFF0000)\n"
+    "code = ctypes.create_string_buffer(load * 4095 + allow)\n"
+    "program = ctypes.create_string_buffer(struct.pack('HxxxxxxP', 4096, ctypes.addressof(code)))\n"
+    "libc.prctl(38, 1, 0, 0, 0)\n"
+)
 # Takes as much as it gets, says how much, and keeps it. The most that it may have.
 GREEDY = {
     "inotify instances": ("n = 0\nwhile n < 4000 and libc.inotify_init1(0) >= 0: n += 1", 64),
@@ -54,6 +65,14 @@ GREEDY = {
         "        s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\n"
         "        s.setsockopt(socket.SOL_SOCKET, 26, struct.pack('HxxxxxxP', 4096, ctypes.addressof(code))); n += 1\n"
         "except OSError: pass",
+        0,
+    ),
+    "filters of system calls, by seccomp": (
+        f"{_FILTER}n = 0\nwhile n < 100 and libc.syscall({_SYSTEM['seccomp']}, 1, 0, program) == 0: n += 1",
+        0,
+    ),
+    "filters of system calls, by prctl": (
+        f"{_FILTER}n = 0\nwhile n < 100 and libc.prctl(22, 2, program, 0, 0) == 0: n += 1",
         0,
     ),
     "real-time priority": ("n = int(libc.sched_setscheduler(0, 1, ctypes.byref(ctypes.c_int(1))) == 0)", 0),

@@ -43,6 +43,9 @@ _MQ_OPEN = {"x86_64": 240, "aarch64": 180}
 # Programs of the kernel's packet filter: their code is counted for the whole host (net.core.bpf_jit_limit).
 _SETSOCKOPT = {"x86_64": 54, "aarch64": 208}
 _SOL_SOCKET, _ATTACH_FILTER, _ATTACH_REUSEPORT_FILTER = 1, 26, 51
+# Filters of system calls that a guest gives itself are counted there, too. EINVAL is what a kernel without them says.
+_SECCOMP, _PRCTL = {"x86_64": 317, "aarch64": 277}, {"x86_64": 157, "aarch64": 167}
+_SET_MODE_FILTER, _PR_SET_SECCOMP, _MODE_FILTER = 1, 22, 2
 _DENIED = {"x86_64": {**_X86_64, **_EVERYWHERE}, "aarch64": {**_AARCH64, **_EVERYWHERE}}
 _CHECKED = {
     "x86_64": {"clone": 56, "socket": 41, "prlimit64": 302, "setpriority": 141, "ioprio_set": 251},
@@ -58,7 +61,7 @@ _CLONE_NEW_ANY = 0x7E020000
 _X32_BIT = 0x40000000
 # Sockets that a network namespace confines. AF_VSOCK, for one, would reach the hypervisor.
 _SOCKET_FAMILIES = (1, 2, 10, 16)  # unix, inet, inet6, netlink
-_EPERM, _ENOSYS, _EOPNOTSUPP, _EAFNOSUPPORT = 1, 38, 95, 97
+_EPERM, _EINVAL, _ENOSYS, _EOPNOTSUPP, _EAFNOSUPPORT = 1, 22, 38, 95, 97
 
 _LOAD, _JUMP_EQUAL, _JUMP_GREATER_EQUAL, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
@@ -104,6 +107,18 @@ def program(machine: str, builds: bool = False) -> bytes:
         (_RETURN, 0, 0, _ALLOW),
         (_RETURN, 0, 0, _ALLOW),
     ]
+    code += _with_first_argument(
+        _SECCOMP[machine],
+        [(_JUMP_EQUAL, 0, 1, _SET_MODE_FILTER), (_RETURN, 0, 0, _ERRNO | _EINVAL), (_RETURN, 0, 0, _ALLOW)],
+    )
+    block = [
+        (_JUMP_EQUAL, 0, 3, _PR_SET_SECCOMP),
+        (_LOAD, 0, 0, _SECOND_ARGUMENT_OFFSET),
+        (_JUMP_EQUAL, 0, 1, _MODE_FILTER),
+        (_RETURN, 0, 0, _ERRNO | _EINVAL),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
+    code += _with_first_argument(_PRCTL[machine], block)
     code += _with_first_argument(
         checked["clone"],
         [(_JUMP_ANY_BIT, 0, 1, _CLONE_NEW_ANY), (_RETURN, 0, 0, _ERRNO | _EPERM), (_RETURN, 0, 0, _ALLOW)],
