@@ -5,12 +5,16 @@ import ctypes
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.sandbox.conftest import MACHINES, needs_criu, on_host
 from venusrl.core.errors import SandboxError
 from venusrl.sandbox import Template
+from venusrl.sandbox.spawner.budgets import open_files
 
 _BEGIN = "import ctypes, os, sys, time\nlibc = ctypes.CDLL(None, use_errno=True)\n"
 _END = "\nprint(n, flush=True)\ntime.sleep(100)\n"
@@ -110,6 +114,24 @@ async def test_one_sandbox_leaves_the_others_theirs(pool, budget):
     await takes.kill()
     again = await greedy.exec("python3 -I -S - < needs.py || true; echo on")
     assert again.text.endswith("on\n")
+
+
+@on_host
+async def test_many_processes_share_the_open_files(pool):
+    of_host = int(Path("/proc/sys/fs/file-max").read_text())
+    sandbox = await pool.create(Template("test", pids=2000))
+    each = int((await sandbox.exec("ulimit -Hn")).text)
+    assert each == open_files(2008, of_host)
+    script = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({each + 1}, {each + 1}))"
+    assert (await sandbox.exec(f"python3 -I -S -c '{script}'")).exit_code != 0
+
+
+@given(pids=st.integers(2, 1 << 20), of_host=st.integers(1, 2**63 - 1))
+def test_a_sandbox_has_a_quarter_of_the_open_files(pids, of_host):
+    each = open_files(pids, of_host)
+    assert 256 <= each <= 4096
+    assert each * pids <= of_host // 4 or each == 256
+    assert each == 4096 or (each + 1) * pids > of_host // 4
 
 
 @needs_criu

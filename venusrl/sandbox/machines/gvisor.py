@@ -26,7 +26,8 @@ from venusrl.sandbox.machines.backend import Program, Streams
 from venusrl.sandbox.places import variables
 from venusrl.sandbox.programs import agent_key, agent_program, default_folder
 from venusrl.sandbox.spawner import rootfs
-from venusrl.sandbox.spawner.limits import OPEN_FILES, Group
+from venusrl.sandbox.spawner.budgets import OPEN_FILES
+from venusrl.sandbox.spawner.limits import Group
 
 RUNSC = "runsc/runsc"  # below the folder of programs
 LEAST_RUNSC = 20230000  # the first with the platform systrap

@@ -7,7 +7,7 @@ import signal
 import socket
 
 from venusrl.sandbox.agent.agent import Agent
-from venusrl.sandbox.spawner import limits, namespaces, rootfs
+from venusrl.sandbox.spawner import budgets, limits, namespaces, rootfs
 from venusrl.sandbox.wire import pack
 
 USER_NAMESPACE_FIX = (
@@ -43,6 +43,7 @@ class Birth:
         user_budgets: dict[str, int],
     ):
         self._user_budgets = user_budgets
+        self._host_files = budgets.host_files()
         self._host = host
         self._prepared = prepared
         self._range_mode = has_range
@@ -72,7 +73,8 @@ class Birth:
             control = self.keep_only(control, oom_fd, *freezer, *layer)
             self._confine(request, *layer)
             data_bytes = None if self._limits_memory else request["memory_bytes"]
-            limits.limit_agent(request["file_bytes"], data_bytes)
+            open_files = budgets.open_files(request["pids"] + limits.PIDS_HEADROOM, self._host_files)
+            limits.limit_agent(request["file_bytes"], open_files, data_bytes)
             if self._host.agent is not None:
                 self._run_program(request, control.fileno(), -1 if oom_fd is None else oom_fd, freezer or [-1] * 3)
             limits_of_it = request["pids"], request["output_bytes"], request["env"]

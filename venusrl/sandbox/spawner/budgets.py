@@ -13,6 +13,8 @@ _INSTANCES, _WATCHES = 64, 8192  # of inotify, for a sandbox
 _FEW_INSTANCES = 8  # where the host's own bound is what it is
 _SIGNALS = 1024  # pending ones and timers, at most
 _LOCKED_BYTES = 8 << 20  # of memory, for a process
+OPEN_FILES, _FEW_FILES = 4096, 256  # of a process: at most, and whatever its sandbox
+_FILES_PART = 4  # of the host's open files, one sandbox may have one in so many
 
 
 def of_users() -> dict[str, int]:
@@ -34,6 +36,23 @@ def of_users() -> dict[str, int]:
         raised = False
     instances = _INSTANCES if raised else _FEW_INSTANCES
     return {"max_inotify_instances": instances, "max_inotify_watches": _WATCHES}
+
+
+def host_files() -> int:
+    """How many files may be open on this host, for all but its administrators (proc_sys_fs(5), file-max)."""
+    with open("/proc/sys/fs/file-max") as f:
+        return int(f.read())
+
+
+def open_files(pids: int, of_host: int) -> int:
+    """How many files a process may have open in a sandbox of so many processes.
+
+    All of them together have a quarter of the host's at most, as long as that leaves each 256, which programs need.
+
+    Args:
+      of_host: host_files().
+    """
+    return min(OPEN_FILES, max(_FEW_FILES, of_host // _FILES_PART // pids))
 
 
 def limit_process() -> None:

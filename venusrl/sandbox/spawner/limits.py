@@ -16,19 +16,18 @@ from venusrl.sandbox.spawner.freezer import Freezer, thaw_left, write
 _PREFIX = "venusrl-"
 # The pids cgroup is the backstop; RLIMIT_NPROC, which the command's shell sets (see agent), stops commands first, so
 # that the agent can always start another.
-_PIDS_HEADROOM = 8
+PIDS_HEADROOM = 8
 _SLACK_BYTES = 1 << 20  # what a group may take between two looks at what it has
-OPEN_FILES = 4096
 # A group has its share of the processors by being one: of equal weight with every other, however many run in it.
 CONTROLLERS = ("memory", "pids", "cpu", "freezer")
 
 
-def limit_agent(file_bytes: int, data_bytes: int | None) -> None:
+def limit_agent(file_bytes: int, open_files: int, data_bytes: int | None) -> None:
     """Limits of the agent that commands inherit: file size, open files, no core files, private data a process."""
     # 1, not 0: both mean no core file, but only 1 keeps the host's core_pattern program from being run.
     resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
     resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
-    files = min(OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    files = min(open_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     if data_bytes is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (data_bytes, data_bytes))
@@ -65,7 +64,7 @@ class Hierarchy:
         elif "memory" in self.controllers:
             pairs += [("memory.max", str(memory_bytes)), ("memory.swap.max", "0")]
         if "pids" in self.controllers:
-            pairs.append(("pids.max", str(pids + _PIDS_HEADROOM)))
+            pairs.append(("pids.max", str(pids + PIDS_HEADROOM)))
         return pairs
 
     @property
@@ -176,7 +175,7 @@ class Group:
         """Limits as a new group would have them; one that has more memory already may keep that, and gets no more."""
         for directory in self._directories:
             if os.path.exists(f"{directory}/pids.max"):
-                write(f"{directory}/pids.max", str(pids + _PIDS_HEADROOM))
+                write(f"{directory}/pids.max", str(pids + PIDS_HEADROOM))
         if self._oom_path is not None:
             self.lend(memory_bytes, 0)
 
