@@ -116,6 +116,20 @@ async def test_one_sandbox_leaves_the_others_theirs(pool, budget):
     assert again.text.endswith("on\n")
 
 
+@pytest.mark.parametrize("pool", MACHINES[:2], indirect=True)
+@pytest.mark.parametrize("budget", ["inotify instances", "terminals"])
+async def test_a_machine_that_takes_all_leaves_the_others_theirs(pool, budget):
+    greedy, neighbour = await asyncio.gather(pool.create(Template("test")), pool.create(Template("test")))
+    await greedy.write("greedy.py", (_BEGIN + GREEDY[budget][0] + _END).encode())
+    takes = await greedy.start("exec python3 -I -S greedy.py")
+    assert int((await anext(aiter(takes))).data) > 4
+    await neighbour.write("needs.py", (_BEGIN + NEEDS).encode())
+    assert (await neighbour.exec("python3 -I -S needs.py")).text == "well\n"
+    done = subprocess.run([sys.executable, "-c", _BEGIN + NEEDS], capture_output=True, text=True)
+    assert done.stdout == "well\n", done.stderr
+    await takes.kill()
+
+
 @on_host
 async def test_many_processes_share_the_open_files(pool):
     of_host = int(Path("/proc/sys/fs/file-max").read_text())
