@@ -116,7 +116,7 @@ async def test_one_sandbox_leaves_the_others_theirs(pool, budget):
     assert again.text.endswith("on\n")
 
 
-@pytest.mark.parametrize("pool", MACHINES[:2], indirect=True)
+@pytest.mark.parametrize("pool", MACHINES, indirect=True)
 @pytest.mark.parametrize("budget", ["inotify instances", "terminals"])
 async def test_a_machine_that_takes_all_leaves_the_others_theirs(pool, budget):
     greedy, neighbour = await asyncio.gather(pool.create(Template("test")), pool.create(Template("test")))
