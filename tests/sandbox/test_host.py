@@ -12,6 +12,7 @@ import pytest
 from venusrl.core.errors import ConfigError
 from venusrl.sandbox import SandboxPool, host_report
 from venusrl.sandbox.agent.output import Capture
+from venusrl.sandbox.spawner.budgets import open_files
 from venusrl.sandbox.spawner.limits import Hierarchy, read_oom_kills
 
 from .conftest import needs_root
@@ -61,6 +62,11 @@ async def main():
         bomb = "import os,time\\nn=0\\ntry:\\n  while True:\\n    if os.fork()==0: time.sleep(60)\\n    n+=1\\n"
         bomb += "except OSError: print(n)"
         out["bomb"] = (await box.exec(f"python3 -I -S -c '{bomb}'")).text
+        filters = "import ctypes; libc = ctypes.CDLL(None, use_errno=True); libc.prctl(38, 1, 0, 0, 0);"
+        filters += "print(libc.prctl(22, 2, 0, 0, 0), ctypes.get_errno())"
+        many = await pool.create(Template("t", pids=2000))
+        script = "cat /proc/sys/user/max_inotify_instances; ulimit -q; ulimit -Hn; python3 -I -S -c "
+        out["budgets"] = (await many.exec(f"{script}'{filters}'")).text.split()
         out["timeout"] = (await box.exec("sleep 975.5", timeout_s=0.3)).timed_out
         out["hog"] = (await box.exec("python3 -I -S -c 'x = bytearray(300 << 20)'")).text[-12:]
         out["shadow"] = (await box.exec("cat /etc/shadow; kill -9 1; echo up")).text
@@ -82,6 +88,9 @@ def test_without_root():
     assert (out["built"], out["again"]) == (["built", "more", "g", "sandbox"], ["built"])
     assert 5 <= int(out["bomb"]) <= 16
     assert out["timeout"] is True
+    instances, queued_bytes, files, *filtered = out["budgets"]
+    assert int(instances) <= 64 and queued_bytes == "0" and filtered == ["-1", "22"]
+    assert int(files) == open_files(2008, int(Path("/proc/sys/fs/file-max").read_text()))
     if not out["host"]["cgroups"]["memory"]:
         assert "MemoryError" in out["hog"]
     assert "No such file" in out["shadow"] and out["shadow"].endswith("up\n")
