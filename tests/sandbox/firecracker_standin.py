@@ -177,7 +177,7 @@ class Guest:
         _disk, pids, _file, output, *env = self.texts
         life, self.life = os.pipe()
         command = ["unshare", "-mpf", "bash", "-c", _ENTER, "guest", str(root.resolve()), sys.executable]
-        command += [agent_program()[0], str(self.listener.fileno()), str(life), "-1", pids, output]
+        command += [agent_program()[0], str(self.listener.fileno()), str(life), *["-1"] * 4, pids, output]
         variables = dict(text.split("=", 1) for text in env) | {"PYTHONPATH": os.environ["PYTHONPATH"]}
         subprocess.Popen(command, pass_fds=[self.listener.fileno(), life], env=variables)
 

@@ -80,6 +80,27 @@ GREEDY = {
         0,
     ),
     "real-time priority": ("n = int(libc.sched_setscheduler(0, 1, ctypes.byref(ctypes.c_int(1))) == 0)", 0),
+    "huge pages": (
+        "import mmap\nn = 0\ntry:\n    mmap.mmap(-1, 2 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000); n = 1\n"
+        "except OSError as error: n += error.errno != 12\n"
+        "n += os.memfd_create('x') < 0\n"
+        "try:\n    os.memfd_create('x', 4); n = 1\nexcept OSError: pass",
+        0,
+    ),
+    "bytes that wait in sockets, in MiB": (
+        "import socket\nn, kept, server = 0, [], socket.create_server(('127.0.0.1', 0))\n"
+        "server.settimeout(1)\n"
+        "try:\n"
+        "    while n < 100 and len(kept) < 80:\n"
+        "        s = socket.socket(); s.settimeout(1); s.connect(server.getsockname()); kept += [s, server.accept()[0]]\n"
+        "        s.setblocking(False)\n"
+        "        try:\n"
+        "            while True: n += s.send(bytes(1 << 16)) / (1 << 20)\n"
+        "        except BlockingIOError: pass\n"
+        "except OSError: pass\n"
+        "n = int(n)",
+        90,
+    ),
     "namespaces": ("n = sum(libc.unshare(flag) == 0 for flag in (0x10000000, 0x20000000, 0x40000000, 0x8000000))", 0),
 }
 # What a neighbour, and a program of this host, needs a little of.

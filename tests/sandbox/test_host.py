@@ -134,7 +134,11 @@ def test_spawner_stays_small():
 
 def test_cgroup_files():
     v1 = Hierarchy("/d", 1, ("memory",)).limits(1 << 20, 5)
-    assert v1 == [("memory.limit_in_bytes", "1048576"), ("memory.memsw.limit_in_bytes", "1048576")]
+    assert v1 == [
+        ("memory.limit_in_bytes", "1048576"),
+        ("memory.memsw.limit_in_bytes", "1048576"),
+        ("memory.kmem.tcp.limit_in_bytes", "131072"),
+    ]
     v2 = Hierarchy("/d", 2, ("memory", "pids")).limits(1 << 20, 5)
     assert v2 == [("memory.max", "1048576"), ("memory.swap.max", "0"), ("pids.max", "13")]
 

@@ -7,7 +7,6 @@ set to 10^400 seconds.
 import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from venusrl.core.errors import ConfigError
 
@@ -37,7 +36,7 @@ MOST_ENTRIES = 10_000  # of a list, or of a mapping
 _SHOWN = 60  # characters of a value that an error names
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value as an error names it: in one line, and not long."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 200:
         return f"a number of {value.bit_length()} bits"
@@ -45,7 +44,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def whole(what: str, name: str, value: Any) -> int:
+def whole(what: str, name: str, value: object) -> int:
     """An integer within its bounds (WHOLE). A bool is none; what else has `__index__` is.
 
     Raises:
@@ -61,7 +60,7 @@ def whole(what: str, name: str, value: Any) -> int:
     return number
 
 
-def seconds(what: str, value: Any) -> float:
+def seconds(what: str, value: object) -> float:
     """A time that can be waited for.
 
     Raises:
@@ -76,7 +75,7 @@ def seconds(what: str, value: Any) -> float:
     return number
 
 
-def text(what: str, value: Any, most: int = MOST_NAME) -> str:
+def text(what: str, value: object, most: int = MOST_NAME) -> str:
     """Text of at most so many characters, without NUL, that can be written as UTF-8.
 
     Raises:
@@ -89,7 +88,7 @@ def text(what: str, value: Any, most: int = MOST_NAME) -> str:
     return value
 
 
-def data(what: str, value: Any, most: int = MOST_BODY) -> bytes:
+def data(what: str, value: object, most: int = MOST_BODY) -> bytes:
     """Bytes, at most so many.
 
     Raises:
@@ -102,7 +101,7 @@ def data(what: str, value: Any, most: int = MOST_BODY) -> bytes:
     return bytes(value)
 
 
-def texts(what: str, values: Any, most: int) -> tuple[str, ...]:
+def texts(what: str, values: object, most: int) -> tuple[str, ...]:
     """A tuple of texts that are not blank.
 
     Raises:
@@ -116,7 +115,7 @@ def texts(what: str, values: Any, most: int) -> tuple[str, ...]:
     return values
 
 
-def entries(what: str, values: Any, check: Callable[[str, Any, Any], Any]) -> dict:
+def entries(what: str, values: object, check: Callable[[str, object, object], object]) -> dict:
     """What `check` makes of every (name of it, key, value) of a mapping, by key.
 
     Raises:

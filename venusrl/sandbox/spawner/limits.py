@@ -17,6 +17,8 @@ _PREFIX = "venusrl-"
 # The pids cgroup is the backstop; RLIMIT_NPROC, which the command's shell sets (see agent), stops commands first, so
 # that the agent can always start another.
 PIDS_HEADROOM = 8
+# What waits in sockets, which version 1 counts for the sandbox apart from its memory: a part of that.
+_SOCKETS, _SOCKETS_PART = "memory.kmem.tcp.limit_in_bytes", 8
 _SLACK_BYTES = 1 << 20  # what a group may take between two looks at what it has
 # A group has its share of the processors by being one: of equal weight with every other, however many run in it.
 CONTROLLERS = ("memory", "pids", "cpu", "freezer")
@@ -61,6 +63,7 @@ class Hierarchy:
         pairs = []
         if "memory" in self.controllers and self.version == 1:
             pairs += [("memory.limit_in_bytes", str(memory_bytes)), ("memory.memsw.limit_in_bytes", str(memory_bytes))]
+            pairs.append((_SOCKETS, str(memory_bytes // _SOCKETS_PART)))
         elif "memory" in self.controllers:
             pairs += [("memory.max", str(memory_bytes)), ("memory.swap.max", "0")]
         if "pids" in self.controllers:
@@ -170,6 +173,8 @@ class Group:
         for file in files:
             if os.path.exists(f"{directory}/{file}"):
                 write(f"{directory}/{file}", str(memory_bytes))
+        if os.path.exists(f"{directory}/{_SOCKETS}"):
+            write(f"{directory}/{_SOCKETS}", str(memory_bytes // _SOCKETS_PART))
 
     def settle(self, memory_bytes: int, pids: int) -> None:
         """Limits as a new group would have them; one that has more memory already may keep that, and gets no more."""

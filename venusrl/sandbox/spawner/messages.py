@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from venusrl.core.errors import ConfigError
 from venusrl.sandbox import bounds
@@ -10,7 +9,7 @@ from venusrl.sandbox import bounds
 _ID = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _REASON = re.compile(r"[a-z-]{1,30}")
 
-Check = Callable[[str, Any], Any]
+Check = Callable[[str, object], object]
 
 
 def _whole(name: str) -> Check:
@@ -18,14 +17,14 @@ def _whole(name: str) -> Check:
 
 
 def _matches(pattern: re.Pattern) -> Check:
-    def check(what: str, value: Any) -> None:
+    def check(what: str, value: object) -> None:
         if not isinstance(value, str) or not pattern.fullmatch(value):
             raise ConfigError(f"{what}={bounds.shown(value)}: give text as {pattern.pattern}")
 
     return check
 
 
-def _path(what: str, value: Any) -> None:
+def _path(what: str, value: object) -> None:
     if not bounds.text(what, value, bounds.MOST_PATH).startswith("/"):
         raise ConfigError(f"{what}={bounds.shown(value)}: give an absolute path")
 
@@ -34,31 +33,31 @@ def _maybe(check: Check) -> Check:
     return lambda what, value: None if value is None else check(what, value)
 
 
-def _flag(what: str, value: Any) -> None:
+def _flag(what: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ConfigError(f"{what}={bounds.shown(value)}: give true or false")
 
 
-def _number(what: str, value: Any) -> None:
+def _number(what: str, value: object) -> None:
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise ConfigError(f"{what}={bounds.shown(value)}: give a number")
 
 
-def _more(what: str, value: Any) -> None:
+def _more(what: str, value: object) -> None:
     _number(what, value)
     if value > bounds.WHOLE["memory_bytes"][1]:
         raise ConfigError(f"{what}={bounds.shown(value)}: give less")
 
 
-def _variables(what: str, value: Any) -> None:
-    def check(entry: str, key: Any, one: Any) -> None:
+def _variables(what: str, value: object) -> None:
+    def check(entry: str, key: object, one: object) -> None:
         bounds.text(entry, key)
         bounds.text(entry, one, bounds.MOST_TEXT)
 
     bounds.entries(what, value, check)
 
 
-def _oom(what: str, value: Any) -> None:
+def _oom(what: str, value: object) -> None:
     if value not in ("kill", "hold"):
         raise ConfigError(f"{what}={bounds.shown(value)}: give 'kill' or 'hold'")
 
@@ -84,7 +83,7 @@ FIELDS: dict[str, dict[str, Check]] = {
 }
 
 
-def check(message: Any) -> None:
+def check(message: object) -> None:
     """Raises:
     ConfigError: it is no message, or a field of it is missing or out of range.
     """

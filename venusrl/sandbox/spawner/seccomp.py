@@ -61,12 +61,17 @@ _CLONE_NEW_ANY = 0x7E020000
 _X32_BIT = 0x40000000
 # Sockets that a network namespace confines. AF_VSOCK, for one, would reach the hypervisor.
 _SOCKET_FAMILIES = (1, 2, 10, 16)  # unix, inet, inet6, netlink
-_EPERM, _EINVAL, _ENOSYS, _EOPNOTSUPP, _EAFNOSUPPORT = 1, 22, 38, 95, 97
+_EPERM, _ENOMEM, _EINVAL, _ENOSYS, _EOPNOTSUPP, _EAFNOSUPPORT = 1, 12, 22, 38, 95, 97
 
 _LOAD, _JUMP_EQUAL, _JUMP_GREATER_EQUAL, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
 _NUMBER_OFFSET, _ARCH_OFFSET, _FIRST_ARGUMENT_OFFSET, _SECOND_ARGUMENT_OFFSET = 0, 4, 16, 24
 _THIRD_ARGUMENT_OFFSET = 32
+# Huge pages are the host's pool, outside of the memory of a cgroup: mmap, memfd_create, shmget, and their flags.
+_HUGE_PAGES = {
+    "x86_64": ((9, 40, 0x40000), (319, 24, 4), (29, 32, 0x800)),
+    "aarch64": ((222, 40, 0x40000), (279, 24, 4), (194, 32, 0x800)),
+}
 
 
 def supported(machine: str) -> bool:
@@ -107,6 +112,14 @@ def program(machine: str, builds: bool = False) -> bytes:
         (_RETURN, 0, 0, _ALLOW),
         (_RETURN, 0, 0, _ALLOW),
     ]
+    for number, offset, flag in _HUGE_PAGES[machine]:
+        code += [
+            (_JUMP_EQUAL, 0, 4, number),
+            (_LOAD, 0, 0, offset),
+            (_JUMP_ANY_BIT, 0, 1, flag),
+            (_RETURN, 0, 0, _ERRNO | _ENOMEM),
+            (_RETURN, 0, 0, _ALLOW),
+        ]
     code += _with_first_argument(
         _SECCOMP[machine],
         [(_JUMP_EQUAL, 0, 1, _SET_MODE_FILTER), (_RETURN, 0, 0, _ERRNO | _EINVAL), (_RETURN, 0, 0, _ALLOW)],

@@ -25,7 +25,6 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable
 
 from venusrl.core.errors import ConfigError
@@ -56,7 +55,7 @@ def _apart(work: Callable, subject: Box | Helper) -> None:
     except ConnectionError:
         raise
     except Exception:  # noqa: BLE001, whatever it is
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
 
 
 def _signal(pids: list[int], number: int) -> None:
@@ -190,7 +189,7 @@ class Spawner:
             raise
         except Exception as error:  # noqa: BLE001, whatever it is
             if not isinstance(error, ConfigError | ValueError | RecursionError):
-                traceback.print_exc()
+                sys.excepthook(*sys.exc_info())
             self._answer_error(message, f"{type(error).__name__}: {error}"[:_MOST_ERROR])
 
     def _answer_error(self, message: object, error: str) -> None:
@@ -473,7 +472,7 @@ class Spawner:
                 os.close(hold)
             group.kill()
             if not isinstance(error, OSError):
-                traceback.print_exc()
+                sys.excepthook(*sys.exc_info())
             refused = getattr(error, "errno", None) in (
                 errno.EPERM,
                 errno.ENOSPC,
