@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sandbox.conftest import end, needs_root, start_daemon
+from tests.sandbox.conftest import MACHINES, end, machine_pool, needs_root, start_daemon
 from venusrl.core.errors import SandboxError
 from venusrl.sandbox import SandboxPool, Template
 from venusrl.sandbox.daemon.client import Node
@@ -138,3 +138,18 @@ async def test_lower_directories_are_counted_before_they_are_copied(maker, tmp_p
     os.unlink(lower / "sparse")
     with pytest.raises(SandboxError, match="has the folder of templates"):
         await maker.create(Template("itself", lowers=(str(tmp_path),)))
+
+
+@pytest.mark.parametrize("backend", MACHINES)
+async def test_a_machine_whose_lower_was_mended_is_made(backend, tmp_path):
+    (tmp_path / "lower").mkdir()
+    template = Template("mended", lowers=(str(tmp_path / "lower"),), setup=("test -e there",), memory_bytes=96 << 20)
+    async with machine_pool(backend, folder=tmp_path / "m") as pool:
+        with pytest.raises(SandboxError, match="ended with 1"):
+            await pool.create(template)
+        os.mkfifo(tmp_path / "lower/pipe")
+        with pytest.raises(SandboxError, match="is a FIFO"):
+            await asyncio.wait_for(pool.create(template), 60)
+        os.unlink(tmp_path / "lower/pipe")
+        (tmp_path / "lower/there").write_text("now")
+        assert await (await pool.create(template)).read("there") == b"now"

@@ -29,6 +29,7 @@ from venusrl.sandbox.places import set_up
 from venusrl.sandbox.staging import Staging
 
 _IDENTITY = "identity"
+_NOT_OF_IT = ("name", "files", "ttl_s", "start_s")  # fields of a template that its machine does not depend on
 _CHUNK = 1 << 20
 _UNPACK_S = 600.0
 
@@ -57,28 +58,28 @@ class Kept:
         self._found: dict[str, asyncio.Task[Base]] = {}
         self._closed = False
 
-    def _key(self, template: Template) -> str:
-        """Names what the template's machine is made of; its lower directories as they were when it was first asked."""
-        fields = {name: value for name, value in to_json(template).items() if name not in ("name", "files", "ttl_s")}
-        record = json.dumps(fields, sort_keys=True)
-        if record not in self._keys:
-            parts = json.dumps([self._backend.name, self._backend.key, record, layer_key(template)])
-            self._keys[record] = hashlib.sha256(parts.encode()).hexdigest()
-        return self._keys[record]
+    def _key(self, record: str, template: Template) -> str:
+        """Names what the template's machine is made of: what is asked of it, and its lower directories as they are."""
+        parts = json.dumps([self._backend.name, self._backend.key, record, layer_key(template)])
+        return hashlib.sha256(parts.encode()).hexdigest()
 
     async def of(self, template: Template) -> Base:
-        """The template's, which is made where there is none yet.
+        """The template's, which is made where there is none yet. Its lower directories are looked at until one is made.
 
         Raises:
           SandboxError: a command of the set-up fails, or the backend does.
         """
-        key = await asyncio.to_thread(self._key, template)
+        fields = {name: value for name, value in to_json(template).items() if name not in _NOT_OF_IT}
+        record = json.dumps(fields, sort_keys=True)
+        key = self._keys.get(record) or await asyncio.to_thread(self._key, record, template)
         if key in self._found and self._found[key].done() and self._found[key].exception() is not None:
             del self._found[key]
         if key not in self._found:
             self._found[key] = asyncio.create_task(self._find(template, key))
         try:
-            return await asyncio.shield(self._found[key])
+            base = await asyncio.shield(self._found[key])
+            self._keys[record] = key
+            return base
         except asyncio.CancelledError:
             if self._closed:
                 raise SandboxError("the pool is closed") from None
