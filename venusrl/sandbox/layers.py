@@ -132,7 +132,7 @@ class LayerStore:
         folder = self._stage(key)
         try:
             tree = folder / "tree"
-            _check_lowers(template, self.folder)
+            _check_places(template, self.folder)
             for lower in template.lowers:
                 shutil.copytree(lower, tree, symlinks=True, dirs_exist_ok=True)
             if layer_key(template) != key:
@@ -262,11 +262,9 @@ def layer_key(template: Template) -> str:
     """Names what the template's layer is made of: its lower directories as they are now, and its set-up.
 
     Raises:
-      SandboxError: a lower directory is none.
+      SandboxError: a lower directory is none, or holds what templates cannot, or more than layer_bytes.
     """
-    for lower in template.lowers:
-        if not os.path.isdir(lower):
-            raise SandboxError(f"Template.lowers: {lower!r} is no directory; fix the path")
+    check_sizes(template)
     parts = {
         "format": _FORMAT,
         "lowers": [_digest(Path(lower))[0] for lower in template.lowers],
@@ -277,19 +275,33 @@ def layer_key(template: Template) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _check_lowers(template: Template, store: Path) -> None:
-    """Raises SandboxError where they hold more than layer_bytes, or the folder that they are to be copied to."""
+def check_sizes(template: Template) -> None:
+    """Looks at the lower directories without opening a file.
+
+    Raises:
+      SandboxError: one is no directory, or they hold more than layer_bytes, holes as if they were written.
+    """
     size = 0
     for lower in template.lowers:
-        top = Path(lower).resolve()
-        if store.resolve().is_relative_to(top):
-            raise SandboxError(f"Template.lowers: {lower!r} has the folder of templates, {store}, in it; give another")
-        size += sum(max(info.st_size, info.st_blocks * _BLOCK) + _INODE_BYTES for _, info in walk(top))
+        if not os.path.isdir(lower):
+            raise SandboxError(f"Template.lowers: {lower!r} is no directory; fix the path")
+        size += sum(max(info.st_size, info.st_blocks * _BLOCK) + _INODE_BYTES for _, info in walk(Path(lower)))
     if size > template.layer_bytes:
         raise SandboxError(
             f"Template.lowers of {template.name!r} are {size} bytes, more than layer_bytes={template.layer_bytes}; "
             "raise that, or give less"
         )
+
+
+def _check_places(template: Template, store: Path) -> None:
+    """Raises SandboxError where a lower directory holds the folder that it is copied to, or is in it."""
+    store = store.resolve()
+    for lower in template.lowers:
+        top = Path(lower).resolve()
+        if store.is_relative_to(top) or top.is_relative_to(store):
+            raise SandboxError(
+                f"Template.lowers: {lower!r} and the folder of templates, {store}, overlap; give another"
+            )
 
 
 def _tar(*arguments: str | Path) -> None:
