@@ -18,6 +18,7 @@ import pytest
 from tests.sandbox.conftest import MACHINES, ROOT, needs_criu, needs_root, processes
 from tests.sandbox.test_migration import nodes  # noqa: F401, a fixture
 from venusrl.sandbox import SandboxPool, Template
+from venusrl.sandbox.machines.pool import MachinePool
 from venusrl.sandbox.spawner import limits
 
 # Each of its threads of each of its processes writes down the longest time that it did not run, and whether it could
@@ -123,20 +124,26 @@ async def test_nothing_runs_in_a_pause(pool):
     await sandbox.pause()
     await asyncio.sleep(0.6)
     await sandbox.resume()
-    await asyncio.sleep(0.1)
+    for _ in range(100):  # until each has run again
+        await asyncio.sleep(0.1)
+        if min((await gaps(sandbox)).values()) > 0.55:
+            break
     assert min((await gaps(sandbox)).values()) > 0.55
 
 
 async def test_a_deadline_is_as_long_beside_pauses(pool):
     needs_freezer(pool)
     sandbox = await pool.create(Template("test"))
-    process = await hostile(sandbox, timeout_s=2.0)
+    deadline = (
+        30.0 if isinstance(pool, MachinePool) else 2.0
+    )  # without hardware's help a machine takes seconds to begin
+    process = await hostile(sandbox, timeout_s=deadline)
     for _ in range(3):
         await sandbox.pause()
         await asyncio.sleep(0.3)
         await sandbox.resume()
     result = await process.wait()
-    assert result.timed_out and 1.9 < result.seconds < 2.6
+    assert result.timed_out and deadline - 0.1 < result.seconds < 1.3 * deadline
     assert (await sandbox.exec("ls /proc | grep -c '^[0-9]'; true")).exit_code == 0
     assert (await sandbox.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c '[h]ostile.py'")).text == "0\n"
 

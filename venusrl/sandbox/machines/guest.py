@@ -63,7 +63,8 @@ async def refresh(guest: Guest) -> None:
 
 async def _hear(guest: Guest, word: bytes) -> None:
     try:
-        said = await asyncio.wait_for(guest.control[0].readexactly(len(word)), WAIT_S)
+        async with asyncio.timeout(WAIT_S):  # not wait_for, which in Python 3.11 can swallow a caller's giving up
+            said = await guest.control[0].readexactly(len(word))
     except TimeoutError:
         said = f"nothing for {WAIT_S:.0f} s"
     except (asyncio.IncompleteReadError, ConnectionError):

@@ -243,7 +243,8 @@ class Container:
             *self._command, what, *options, self._id, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
         try:
-            said, _ = await asyncio.wait_for(process.communicate(), _WAIT_S)
+            async with asyncio.timeout(_WAIT_S):
+                said, _ = await process.communicate()
         except TimeoutError:
             process.kill()
             raise SandboxError(f"runsc {what} took more than {_WAIT_S} s") from None
