@@ -115,7 +115,7 @@ NEEDS = (
 )
 
 
-@on_host
+@pytest.mark.parametrize("pool", ["process", "daemon"], indirect=True)
 @pytest.mark.parametrize("budget", GREEDY)
 async def test_one_sandbox_leaves_the_others_theirs(pool, budget):
     greedy, neighbour = await asyncio.gather(

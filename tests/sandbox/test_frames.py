@@ -107,7 +107,7 @@ async def test_what_is_late_or_of_others_is_no_offence():
     assert results[0].exit_code == 3 and not keeper.ended and sandbox.lost != "protocol"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_mutations_of_real_frames_end_or_are_taken_but_never_hang(data):
     good = bytearray(
@@ -357,7 +357,7 @@ def test_odd_documents(reread, data):
     agrees(reread, data)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(value=st.dictionaries(st.text(max_size=6), JSON, max_size=5), ascii=st.booleans())
 def test_documents(reread, value, ascii):
     try:

@@ -57,7 +57,13 @@ class Space(threading.Thread):
 
 
 @needs_root
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] * (way == "empty files")) for way in WAYS])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=[pytest.mark.slow] * (way in ("empty files", "long links", "extended attributes")))
+        for way in WAYS
+    ],
+)
 async def test_a_set_up_takes_no_more_than_it_may(way, tmp_path):
     async with SandboxPool(max_sandboxes=2, templates=tmp_path / "t") as pool:
         space = Space(tmp_path)

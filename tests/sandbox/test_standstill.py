@@ -286,6 +286,7 @@ def without_mounts(kinds: str, *command: str) -> subprocess.CompletedProcess:
 
 
 @needs_root
+@pytest.mark.slow
 def test_with_cgroups_of_version_2_alone():
     """Two of these tests, where version 1 is not mounted."""
     names = ("test_nothing_runs_in_a_pause", "test_nobody_looks_into_the_agent_while_it_is_saved")
